@@ -1,0 +1,56 @@
+"""Everything decided so far about one captured program. Passes return a new Plan."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mllm_compile.compiler.action import Schedule
+from mllm_compile.compiler.captured import Captured
+from mllm_compile.compiler.request import Request
+from mllm_compile.compiler.stage import Boundary, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCost:
+    """FLOPs of a node's forward, input-gradient and weight-gradient work; bytes of its result.
+
+    One multiply-add counts two FLOPs, as in torch.utils.flop_counter. ``saved_bytes`` is what the
+    backward pass keeps of the result (0 where nothing flows).
+    """
+
+    forward: int = 0
+    input_grad: int = 0
+    weight_grad: int = 0
+    bytes: int = 0
+    saved_bytes: int = 0
+
+    @property
+    def total(self) -> int:
+        """F + dI + dW."""
+        return self.forward + self.input_grad + self.weight_grad
+
+
+Site = tuple[str, str, int]
+"""Where a parameter is read: (owner path of the reading node, parameter FQN, occurrence)."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decisions, keyed by node name of ``captured.main``.
+
+    ``needs_grad`` holds every node and placeholder whose value carries gradient. ``module_of`` maps
+    every non-replicated node to the request module that runs it. ``placement`` maps every site at
+    which a parameter is read to its stage: other programs of the same model (other image counts,
+    no images) are cut by it, so that a parameter never moves. ``home`` maps every parameter of the
+    model, used or not, to the one stage that accounts for it.
+    """
+
+    request: Request
+    captured: Captured
+    needs_grad: frozenset[str] = frozenset()
+    costs: Mapping[str, NodeCost] = field(default_factory=dict)
+    module_of: Mapping[str, int] = field(default_factory=dict)
+    stages: tuple[Stage, ...] = ()
+    boundaries: tuple[Boundary, ...] = ()
+    placement: Mapping[Site, int] = field(default_factory=dict)
+    home: Mapping[str, int] = field(default_factory=dict)
+    schedule: Schedule | None = None

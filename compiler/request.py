@@ -1,0 +1,217 @@
+"""What the user asks for: which module runs on which ranks, in which sizes.
+
+Pure values, read from TOML or built in Python. Laws about a single request are checked here;
+laws that need the model (do the paths exist?) are checked by the passes.
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mllm_compile.compiler.errors import RequestError, explain
+
+T = TypeVar("T")
+DTYPES = ("float64", "float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """Sizes of one module's mesh axes; their product is the number of its ranks."""
+
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    data: int = 1
+    expert: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in fields(self):
+            size = getattr(self, axis.name)
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise RequestError(
+                    explain(axis.name, expected="a whole number >= 1", got=repr(size))
+                )
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that a module with these sizes occupies."""
+        return self.tensor * self.context * self.pipeline * self.data * self.expert
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleSpec:
+    """One module of the request: path prefixes of the model, the ranks they run on, their sizes.
+
+    ``paths`` are dotted module paths; the empty path names the whole model. ``trainable`` set to
+    True or False overrides ``requires_grad`` of every parameter under the paths; None leaves it.
+    """
+
+    paths: tuple[str, ...]
+    ranks: tuple[int, ...]
+    parallel: Parallel = field(default_factory=Parallel)
+    trainable: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not self.paths:
+            raise RequestError("a [[module]] needs a path")
+        if len(set(self.ranks)) != len(self.ranks) or any(rank < 0 for rank in self.ranks):
+            raise RequestError(
+                explain(f"{self.name}: ranks", expected="distinct, >= 0", got=str(self.ranks))
+            )
+        if len(self.ranks) != self.parallel.size:
+            raise RequestError(
+                explain(
+                    f"{self.name}: ranks",
+                    expected=f"{self.parallel.size}, the product of its sizes",
+                    got=f"{len(self.ranks)} ({', '.join(map(str, self.ranks))})",
+                    remedy="change ranks or the sizes (tensor, context, pipeline, data, expert)",
+                )
+            )
+
+    @property
+    def name(self) -> str:
+        """The paths, for tables and messages."""
+        return " + ".join(path or "(model)" for path in self.paths)
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """The ``[optimizer]`` table: a class of torch.optim, its rate, the global clip norm."""
+
+    name: str = "AdamW"
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    clip_norm: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The whole request. Modules stand in dataflow order."""
+
+    modules: tuple[ModuleSpec, ...]
+    workload: str = ""
+    dtype: str = "float32"
+    microbatches: int = 1
+    microbatch_size: int = 1
+    compile: str = ""
+    seed: int = 0
+    optimizer: Optimizer = field(default_factory=Optimizer)
+
+    def __post_init__(self) -> None:
+        if not self.modules:
+            raise RequestError("a request needs at least one [[module]]")
+        if self.dtype not in DTYPES:
+            raise RequestError(explain("dtype", expected=f"one of {DTYPES}", got=repr(self.dtype)))
+        if self.compile not in ("", "inductor"):
+            raise RequestError(
+                explain("compile", expected="'inductor' or ''", got=repr(self.compile))
+            )
+        for name in ("microbatches", "microbatch_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise RequestError(explain(name, expected="a whole number >= 1", got=repr(value)))
+        self._check_paths()
+        self._check_ranks()
+
+    def _check_paths(self) -> None:
+        paths = [path for module in self.modules for path in module.paths]
+        twice = sorted({path for path in paths if paths.count(path) > 1})
+        if twice:
+            raise RequestError(
+                explain("module paths", expected="each path once", got=f"{twice} twice")
+            )
+
+    def _check_ranks(self) -> None:
+        owner: dict[int, str] = {}
+        for module in self.modules:
+            for rank in module.ranks:
+                if rank in owner:
+                    raise RequestError(
+                        explain(
+                            f"rank {rank}",
+                            expected="one module",
+                            got=f"{owner[rank]} and {module.name}",
+                            remedy="give every module ranks of its own",
+                        )
+                    )
+                owner[rank] = module.name
+            for axis in ("tensor", "context", "data", "expert"):
+                if getattr(module.parallel, axis) != 1:
+                    raise RequestError(
+                        explain(
+                            f"{module.name}: {axis}",
+                            expected="1",
+                            got=str(getattr(module.parallel, axis)),
+                            remedy="only pipeline may exceed 1 for now",
+                        )
+                    )
+        if sorted(owner) != list(range(len(owner))):
+            raise RequestError(
+                explain(
+                    "ranks", expected=f"0 to {len(owner) - 1} without a gap", got=str(sorted(owner))
+                )
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes that the request needs."""
+        return sum(len(module.ranks) for module in self.modules)
+
+    @staticmethod
+    def load(path: str | Path) -> "Request":
+        """Read a TOML request; every fault names the file and the key."""
+        try:
+            table = tomllib.loads(Path(path).read_text())
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise RequestError(f"{path}: {error}") from error
+        try:
+            return Request.from_dict(table)
+        except RequestError as error:
+            raise RequestError(f"{path}: {error}") from error
+
+    @staticmethod
+    def from_dict(table: Mapping[str, Any]) -> "Request":
+        """Build a request from the keys of a TOML file; unknown keys are refused."""
+        modules = tuple(_module(entry) for entry in table.get("module", ()))
+        optimizer = _build(Optimizer, table.get("optimizer", {}), "[optimizer]")
+        rest = {key: value for key, value in table.items() if key not in ("module", "optimizer")}
+        return _build(Request, rest, "request", modules=modules, optimizer=optimizer)
+
+
+def parse_ranks(text: str | int | Sequence[int]) -> tuple[int, ...]:
+    """``"0-1,4"`` -> (0, 1, 4); a number or a list of numbers is taken as it is."""
+    if isinstance(text, int):
+        return (text,)
+    if not isinstance(text, str):
+        return tuple(text)
+    ranks: list[int] = []
+    try:
+        for part in text.split(","):
+            first, _, last = part.partition("-")
+            ranks.extend(range(int(first), int(last or first) + 1))
+    except ValueError as error:
+        raise RequestError(explain("ranks", expected="like '0-1,4'", got=repr(text))) from error
+    return tuple(ranks)
+
+
+def _module(entry: Mapping[str, Any]) -> ModuleSpec:
+    axes = {axis.name for axis in fields(Parallel)}
+    path = entry.get("path", ())
+    paths = (path,) if isinstance(path, str) else tuple(path)
+    where = f"[[module]] {' + '.join(paths)}"
+    parallel = _build(Parallel, {k: v for k, v in entry.items() if k in axes}, where)
+    rest = {k: v for k, v in entry.items() if k not in axes and k not in ("path", "ranks")}
+    if "ranks" not in entry:
+        raise RequestError(explain(where, expected="a key 'ranks'", got="none"))
+    ranks = parse_ranks(entry["ranks"])
+    return _build(ModuleSpec, rest, where, paths=paths, ranks=ranks, parallel=parallel)
+
+
+def _build(cls: type[T], table: Mapping[str, Any], where: str, **more: Any) -> T:
+    known = [name for name in cls.__dataclass_fields__ if name not in more]  # type: ignore[attr-defined]
+    unknown = sorted(set(table) - set(known))
+    if unknown:
+        raise RequestError(explain(f"{where}: key {unknown[0]!r}", expected=f"one of {known}"))
+    return cls(**table, **more)
