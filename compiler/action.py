@@ -13,7 +13,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from mllm_compile.compiler.errors import PlanError, explain
@@ -66,24 +66,55 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Actions of every rank, in the order in which the rank starts them."""
+    """Actions of every rank, in the order in which the rank starts them.
+
+    ``windows`` bounds how many microbatches may be in flight at a stage. A microbatch is in flight
+    from its F until its last backward action at that stage; where it has none, until its forward
+    sends have completed. The executor keeps the bound with one rule: before the F of a stage's
+    n-th microbatch it waits for the forward sends of the stage's (n - window)-th. Where backward
+    actions exist their order implies it; a frozen stage is held back by nothing else. A stage that
+    is not named is not bounded.
+    """
 
     actions: Mapping[int, tuple[Action, ...]]
+    windows: Mapping[int, int] = field(default_factory=dict)
 
     def to_text(self) -> str:
-        """One line per rank, comma-separated."""
-        return "\n".join(
+        """One line per rank, comma-separated; then one line with the windows, if there are any."""
+        lines = [
             f"{rank}: " + ",".join(map(str, actions))
             for rank, actions in sorted(self.actions.items())
-        )
+        ]
+        if self.windows:
+            pairs = (f"{stage}={size}" for stage, size in sorted(self.windows.items()))
+            lines.append("window: " + ",".join(pairs))
+        return "\n".join(lines)
 
     @staticmethod
     def from_text(text: str) -> "Schedule":
         """The inverse of ``to_text``."""
-        rows = (line.partition(":") for line in text.splitlines() if line.strip())
-        return Schedule(
-            {
-                int(rank): tuple(Action.parse(item) for item in actions.split(",") if item.strip())
-                for rank, _, actions in rows
-            }
+        rows = [line.partition(":")[::2] for line in text.splitlines() if line.strip()]
+        cells = [(head.strip(), [c for c in tail.split(",") if c.strip()]) for head, tail in rows]
+        actions: dict[int, tuple[Action, ...]] = {}
+        windows: dict[int, int] = {}
+        for head, row in cells:
+            try:
+                if head == "window":
+                    windows |= {int(s): int(w) for s, w in (cell.split("=") for cell in row)}
+                elif int(head) in actions:
+                    raise PlanError(explain(f"rank {head}", expected="one line", got="two"))
+                else:
+                    actions[int(head)] = tuple(map(Action.parse, row))
+            except ValueError as error:
+                raise PlanError(f"schedule line {head!r}: {error}") from error
+        return Schedule(actions, windows)
+
+    def to_csv(self) -> str:
+        """Compute actions alone, one row per rank.
+
+        torch.distributed.pipelining loads it (format ``compute_only``), and with it torchtitan.
+        """
+        return "\n".join(
+            ",".join(str(action) for action in actions if action.kind in COMPUTE)
+            for _, actions in sorted(self.actions.items())
         )
