@@ -66,6 +66,18 @@ class TensorSpec:
         """The spec of a real or fake tensor."""
         return TensorSpec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
+    @staticmethod
+    def dense(tensor: torch.Tensor) -> "TensorSpec":
+        """The spec of a dense copy in the same order of dims: what its receiver holds."""
+        strides = list(tensor.stride())
+        outer_first = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
+        stride = [1] * tensor.ndim
+        size = 1
+        for dim in reversed(outer_first):
+            stride[dim] = size
+            size *= max(tensor.shape[dim], 1)
+        return TensorSpec(tuple(tensor.shape), tuple(stride), tensor.dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class Signature:

@@ -1,0 +1,158 @@
+"""Cut a stage's joint graph into forward, input-gradient and weight-gradient segments.
+
+Forward keeps what the outputs need. The input-gradient segment (dI) keeps what the gradients sent
+upstream need, the weight-gradient segment (dW) the rest. What a later segment reads of an earlier
+one becomes a live value ``s:name``; views of inputs are made again instead of kept.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from mllm_compile.compiler.program import Segment
+from mllm_compile.passes.lower.extract import StageGraph
+from mllm_compile.passes.lower.joint import Joint, joint_graph
+from mllm_compile.passes.lower.tidy import closure, is_getitem, is_view, tidy
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The three segments of a stage; those that would compute nothing are None."""
+
+    forward: Segment
+    input_grad: Segment | None
+    weight_grad: Segment | None
+
+
+def differentiate(stage: StageGraph) -> Segments:
+    """``StageGraph -> Segments``; where no gradient flows the forward alone, as it stands."""
+    if not (stage.trainable or stage.upstream) or not stage.downstream:
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(stage.graph.graph, {}))
+        tidy(graph)
+        return _with_releases(stage, _segment(graph, stage.inputs, stage.outputs), None, None)
+    joint = joint_graph(stage)
+    upstream = {f"d{n}": node for n, node in joint.gradients.items() if n.startswith("%")}
+    weights = {f"g:{n[2:]}": node for n, node in joint.gradients.items() if n.startswith("p:")}
+    forward = closure(joint.outputs.values())
+    forward |= {n for n in joint.graph.nodes if is_getitem(n) and n.args[0] in forward}
+    input_grad = closure(upstream.values()) - forward
+    weight_grad = closure(weights.values()) - forward - input_grad
+    cutter = _Cutter(joint, stage.loss)
+    results = {*upstream.values(), *weights.values()}
+    saved = cutter.name_reads(forward, input_grad | weight_grad, results)
+    passed = cutter.name_reads(input_grad, weight_grad, set(weights.values()))
+    return _with_releases(
+        stage,
+        cutter.build(forward, {**joint.outputs, **saved}),
+        cutter.build(input_grad, {**upstream, **passed}) if upstream else None,
+        cutter.build(weight_grad, weights) if weights else None,
+    )
+
+
+class _Cutter:
+    """Names the values that cross between segments, and makes the segments' graphs."""
+
+    def __init__(self, joint: Joint, loss: str | None) -> None:
+        self.graph = joint.graph
+        self.constant = {node for name, node in joint.tangents.items() if name == loss}
+        self.names = {node: name for name, node in joint.inputs.items()}
+        self.names |= {node: f"d{name}" for name, node in joint.tangents.items()}
+        for name, node in joint.outputs.items():
+            self.names.setdefault(node, name)
+
+    def name_reads(
+        self, earlier: set[fx.Node], later: set[fx.Node], results: set[fx.Node]
+    ) -> dict[str, fx.Node]:
+        """Values of ``earlier`` that ``later`` computes with, or that are themselves results."""
+        pending = [argument for node in later for argument in node.all_input_nodes]
+        pending.extend(results)
+        found: set[fx.Node] = set()
+        while pending:
+            node = pending.pop()
+            if node not in earlier or node in found or node.op == "placeholder":
+                continue
+            if self._remade(node):
+                pending.extend(node.all_input_nodes)
+            else:
+                found.add(node)
+        kept = [node for node in self.graph.nodes if node in found]
+        for node in kept:
+            self.names.setdefault(node, f"s:{node.name}")
+        return {self.names[node]: node for node in kept}
+
+    def build(self, nodes: set[fx.Node], outputs: Mapping[str, fx.Node]) -> Segment:
+        """One segment: ``nodes`` are computed, everything else that they read is an input."""
+        graph = fx.Graph()
+        copied: dict[fx.Node, fx.Node] = {}
+        inputs: list[str] = []
+        inside = self._with_inputs(nodes, set(outputs.values()))
+        for node in self.graph.nodes:
+            if node not in inside:
+                continue
+            if node in self.constant:
+                copied[node] = _one(graph, node.meta["val"])
+            elif node.op == "placeholder" or not (node in nodes or self._remade(node)):
+                copied[node] = graph.placeholder(node.name)
+                copied[node].meta = dict(node.meta)
+                inputs.append(self.names[node])
+            else:
+                copied[node] = graph.node_copy(node, copied.__getitem__)
+        graph.output(tuple(copied[node] for node in outputs.values()))
+        return _segment(graph, tuple(inputs), tuple(outputs))
+
+    def _remade(self, node: fx.Node) -> bool:
+        """Views of inputs cost nothing and would only keep a second name alive."""
+        return is_view(node) and all(
+            source.op == "placeholder" or self._remade(source) for source in node.all_input_nodes
+        )
+
+    def _with_inputs(self, nodes: set[fx.Node], results: set[fx.Node]) -> set[fx.Node]:
+        inside = set(nodes)
+        pending = [argument for node in nodes for argument in node.all_input_nodes]
+        pending.extend(results)
+        while pending:
+            node = pending.pop()
+            if node not in inside:
+                inside.add(node)
+                if self._remade(node):
+                    pending.extend(node.all_input_nodes)
+        return inside
+
+
+def _one(graph: fx.Graph, val: torch.Tensor) -> fx.Node:
+    """The gradient of the loss by itself."""
+    made = graph.call_function(
+        torch.ops.aten.full.default,
+        (list(val.shape), 1.0),
+        {"dtype": val.dtype, "device": val.device},
+    )
+    made.meta = {"val": val}
+    return made
+
+
+def _segment(graph: fx.Graph, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Segment:
+    graph.lint()
+    return Segment(fx.GraphModule({}, graph), inputs, outputs)
+
+
+def _with_releases(
+    stage: StageGraph, forward: Segment, input_grad: Segment | None, weight_grad: Segment | None
+) -> Segments:
+    """Fill in ``release``: values held for the stage that no later segment reads or rank sends."""
+    segments = [forward, input_grad, weight_grad]
+    made: list[Segment | None] = []
+    alive: set[str] = set()
+    for place, segment in enumerate(segments):
+        if segment is None:
+            made.append(None)
+            continue
+        alive |= {n for n in (*segment.inputs, *segment.outputs) if n.startswith(("%", "s:", "d%"))}
+        later = {name for after in segments[place + 1 :] if after for name in after.inputs}
+        leaving = {name for name in segment.outputs if name in stage.outputs or name[0] == "d"}
+        drop = alive - later - leaving
+        alive -= drop | leaving
+        made.append(replace(segment, release=tuple(sorted(drop))))
+    return Segments(forward=made[0] or forward, input_grad=made[1], weight_grad=made[2])

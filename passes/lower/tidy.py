@@ -1,0 +1,42 @@
+"""Small rewrites that change no value, and the questions about nodes that lowering asks."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node's result may share storage with an argument (a placeholder is its own)."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return any(result.alias_info is not None for result in node.target._schema.returns)
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """Whether the node takes one result of an operator that has several."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
+
+
+def closure(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    """The roots and everything upstream of them."""
+    found: set[fx.Node] = set()
+    pending = list(roots)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending.extend(node.all_input_nodes)
+    return found
+
+
+def tidy(graph: fx.Graph) -> None:
+    """Rewrite in place: under no_grad ``detach(x)`` is ``x``, and ``t(t(x))`` is ``x`` anywhere."""
+    for node in list(graph.nodes):
+        if node.target in (aten.detach.default, aten.alias.default):
+            node.replace_all_uses_with(node.args[0])
+        elif node.target is aten.t.default and node.args[0].target is aten.t.default:
+            node.replace_all_uses_with(node.args[0].args[0])
+    graph.eliminate_dead_code()
