@@ -1,0 +1,263 @@
+"""Run one rank's actions: one loop, one handler per kind of action. It decides nothing.
+
+For every microbatch the executor is given its lowered stages (``programs``: microbatches of one
+step may be of different variants, with other image counts or without a modality) and its inputs
+(``prepared``). Terms are those of ``compiler/program.py``.
+"""
+
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from mllm_compile.compiler.action import Action
+from mllm_compile.compiler.captured import Prepared
+from mllm_compile.compiler.errors import RunError, explain
+from mllm_compile.compiler.program import Segment, StageProgram, Transfer
+from mllm_compile.runtime.live import LiveValues, Value, uses_of
+from mllm_compile.runtime.measures import HostReads, Measures, live_bytes, storages
+from mllm_compile.runtime.state import State
+from mllm_compile.runtime.transport import (
+    Handle,
+    PeerLostError,
+    Transport,
+    receive_buffer,
+    to_wire,
+)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Losses by microbatch (scalar tensors, only on the rank that computes them) and measures."""
+
+    losses: Mapping[int, torch.Tensor]
+    measures: Measures
+
+
+class Executor:
+    """Runs the steps of one rank.
+
+    Args:
+        transport: this rank's end of the network.
+        state: parameters, buffers and gradients of this rank's stages.
+        rank_of: the rank of every stage.
+        names: what to call each stage in messages, such as its module's path.
+        window: how many microbatches may be on their way to one peer before the rank waits. The
+            default, the number of stages, is what a pipeline can have in flight: it never makes a
+            rank wait for one that waits for it, and it keeps a stage without backward from running
+            ahead of its consumers without bound.
+        publish: called with a short text before every action, for whoever watches the rank.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        state: State,
+        rank_of: Mapping[int, int],
+        *,
+        names: Mapping[int, str] | None = None,
+        window: int | None = None,
+        publish: Callable[[str], None] | None = None,
+    ) -> None:
+        self.transport, self.state, self.rank_of = transport, state, dict(rank_of)
+        self.names = dict(names or {})
+        self.window = window or max(1, len(self.rank_of))
+        self.publish = publish or (lambda text: None)
+        self._uses: dict[int, tuple[StageProgram, Counter[str]]] = {}
+
+    def step(
+        self,
+        actions: Sequence[Action],
+        programs: Sequence[Mapping[int, StageProgram]],
+        prepared: Sequence[Prepared],
+        *,
+        number: int = 0,
+        measure: bool = False,
+    ) -> StepResult:
+        """Run the actions of one step; gradients are added to ``state``.
+
+        Args:
+            actions: this rank's, in order.
+            programs: per microbatch, this rank's stages by index.
+            prepared: per microbatch, the values of its inputs.
+            number: of the step, for messages.
+            measure: also count host reads and the peak of live bytes.
+
+        Raises:
+            RunError: an action failed; names rank, stage and action. PeerLostError if it failed
+                only because another rank is gone.
+        """
+        step = _Step(self, programs, prepared, measure)
+        reads = HostReads() if measure else None
+        with torch.no_grad(), reads or nullcontext():
+            for action in actions:
+                self.publish(f"{action} of step {number}")
+                try:
+                    _HANDLERS[action.kind](step, action, step.table(action).program)
+                except Exception as error:
+                    raise self._explained(action, number, error) from error
+                step.observe()
+            self.publish(f"the last sends of step {number}")
+            step.drain(0)
+        if reads is not None:
+            step.measures.host_reads = reads.count
+        return StepResult(step.losses, step.measures)
+
+    def uses_of(self, program: StageProgram) -> Counter[str]:
+        """Uses of every name in ``program``; counted once per program."""
+        if id(program) not in self._uses:
+            self._uses[id(program)] = (program, uses_of(program))
+        return self._uses[id(program)][1]
+
+    def _explained(self, action: Action, number: int, error: Exception) -> RunError:
+        name = self.names.get(action.stage)
+        where = f"stage {action.stage}" + (f", {name}" if name else "")
+        peer = ""
+        if action.peer is not None:
+            peer = f" (stage {action.peer} is on rank {self.rank_of.get(action.peer)})"
+        kind = PeerLostError if isinstance(error, PeerLostError) else RunError
+        text = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
+        return kind(
+            f"rank {self.transport.rank} ({where}) failed during {action}{peer} of step {number}: "
+            f"{text}"
+        )
+
+
+class _Step:
+    """The state of one step: live values by (stage, microbatch), sends under way, results."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        programs: Sequence[Mapping[int, StageProgram]],
+        prepared: Sequence[Prepared],
+        measure: bool,
+    ) -> None:
+        self.executor, self.programs, self.prepared = executor, programs, prepared
+        self.transport, self.state = executor.transport, executor.state
+        self.live: dict[tuple[int, int], LiveValues] = {}
+        self.sends: dict[tuple[str, int], deque[list[Handle]]] = defaultdict(deque)
+        self.losses: dict[int, torch.Tensor] = {}
+        self.measures = Measures(peak_live_bytes=0 if measure else None)
+
+    def table(self, action: Action) -> LiveValues:
+        """The live values of the action's stage and microbatch."""
+        key = (action.stage, action.microbatch)
+        if key not in self.live:
+            program = self.programs[action.microbatch].get(action.stage)
+            if program is None:
+                raise RunError(explain(f"stage {action.stage}", expected="a program on this rank"))
+            uses = self.executor.uses_of(program)
+            self.live[key] = LiveValues(program, uses, self.transport.device)
+        return self.live[key]
+
+    def run(self, segment: Segment | None, action: Action) -> None:
+        """Read the inputs, call the graph, store the outputs, drop what is used up."""
+        table = self.table(action)
+        if segment is None:
+            raise RunError(explain(f"stage {action.stage}", expected=f"a segment for {action}"))
+        inputs = [self.value(name, action.microbatch, table) for name in segment.inputs]
+        outputs: Sequence[Value] = segment.graph(*inputs)
+        del inputs
+        if len(outputs) != len(segment.outputs):
+            expected = f"{len(segment.outputs)} outputs"
+            raise RunError(explain(f"{action}", expected=expected, got=str(len(outputs))))
+        for name, value in zip(segment.outputs, outputs, strict=True):
+            self.keep(name, value, action.microbatch, table)
+        table.used(segment)
+
+    def value(self, name: str, microbatch: int, table: LiveValues) -> torch.Tensor:
+        """What a segment reads under ``name``."""
+        prefix, _, rest = name.partition(":")
+        if prefix == "p":
+            return self.state.parameters[rest]
+        if prefix == "b":
+            return self.state.buffers[rest]
+        if prefix == "x" and name not in table:
+            kind, _, key = rest.partition(":")
+            value = self.prepared[microbatch].values[kind, key]
+            table.store(name, value.to(self.transport.device, non_blocking=True))
+        return table.read(name)
+
+    def keep(self, name: str, value: Value, microbatch: int, table: LiveValues) -> None:
+        """Where an output of a segment goes."""
+        prefix, _, rest = name.partition(":")
+        if prefix == "g":
+            if value is not None:
+                self.state.accumulate(rest, value)
+            return
+        if prefix == "u":
+            assert value is not None
+            self.state.buffers[rest] = value
+            return
+        if name == table.program.loss:
+            assert value is not None
+            self.losses[microbatch] = value
+        table.store(name, value)
+
+    def send(self, transfers: Iterable[Transfer], action: Action) -> None:
+        """Start to send a transfer's values; wait first if too many are under way."""
+        transfer, peer = self.find(transfers, action)
+        table = self.table(action)
+        forward = action.kind == "SEND_F"
+        handles = []
+        for name, spec in zip(transfer.values, transfer.specs, strict=True):
+            tensor = to_wire(table.read(name), spec)
+            if tensor.dtype != spec.dtype or tensor.numel() != math.prod(spec.shape):
+                got = f"{tensor.dtype} with {tensor.numel()} elements"
+                raise RunError(explain(name, expected=f"{spec.dtype} {spec.shape}", got=got))
+            handles.append(self.transport.send(tensor, peer))
+            self.measures.count_send(tensor, forward=forward)
+        table.used(transfer)
+        self.sends[action.kind, peer].append(handles)
+        self.drain(self.executor.window, (action.kind, peer))
+
+    def receive(self, transfers: Iterable[Transfer], action: Action) -> None:
+        """Post the receives of a transfer; whoever reads the values waits for them."""
+        transfer, peer = self.find(transfers, action)
+        table = self.table(action)
+        for name, spec in zip(transfer.values, transfer.specs, strict=True):
+            buffer, value = receive_buffer(spec, self.transport.device)
+            handle = self.transport.receive(buffer, peer)
+            table.expect(name, transfer.peer, handle, value)
+
+    def find(self, transfers: Iterable[Transfer], action: Action) -> tuple[Transfer, int]:
+        """The transfer with the action's peer stage, and the rank of that stage."""
+        for transfer in transfers:
+            if transfer.peer == action.peer:
+                return transfer, self.executor.rank_of[transfer.peer]
+        raise RunError(explain(f"stage {action.stage}", expected=f"a transfer for {action}"))
+
+    def drain(self, window: int, channel: tuple[str, int] | None = None) -> None:
+        """Wait until at most ``window`` sends are under way (on ``channel``, or on each)."""
+        for key in (channel,) if channel else tuple(self.sends):
+            under_way = self.sends[key]
+            while len(under_way) > window:
+                for handle in under_way[0]:
+                    handle.wait()
+                under_way.popleft()
+
+    def observe(self) -> None:
+        """Track the peak of live bytes, if asked to measure."""
+        if self.measures.peak_live_bytes is None:
+            return
+        state = self.state
+        inputs = (value for item in self.prepared for value in item.values.values())
+        known = storages((*state.parameters.values(), *state.buffers.values(), *inputs))
+        tensors = [tensor for table in self.live.values() for tensor in table.tensors()]
+        now = live_bytes(tensors, known)
+        self.measures.peak_live_bytes = max(self.measures.peak_live_bytes, now)
+
+
+_HANDLERS: Mapping[str, Callable[[_Step, Action, StageProgram], None]] = {
+    "F": lambda step, action, program: step.run(program.forward, action),
+    "I": lambda step, action, program: step.run(program.input_grad, action),
+    "W": lambda step, action, program: step.run(program.weight_grad, action),
+    "SEND_F": lambda step, action, program: step.send(program.sends_forward, action),
+    "RECV_F": lambda step, action, program: step.receive(program.receives_forward, action),
+    "SEND_B": lambda step, action, program: step.send(program.sends_backward, action),
+    "RECV_B": lambda step, action, program: step.receive(program.receives_backward, action),
+}
