@@ -1,0 +1,175 @@
+"""``mllm::attention``: every attention of a captured graph is this one operator.
+
+It returns the output and the log-sum-exp that its backward needs, because forward and backward are
+lowered into different graphs. Both operators choose the kernel by device and never read values.
+Layouts are fixed, so that fake and real agree: out and the gradients are [B, S, H, D] in memory
+(seen as [B, H, S, D]), lse is contiguous. Terms and shapes: ``reference``.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import (
+    register_flop_formula,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
+
+from mllm_compile.kernels.attention import cpu, reference
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """The same values, laid out as [B, S, H, D] in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _empty_by_token(x: Tensor, heads: int, length: int, size: int) -> Tensor:
+    return x.new_empty(x.shape[0], length, heads, size).transpose(1, 2)
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None) -> None:
+    """Refuse shapes and dtypes outside the terms; ValueError says which."""
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"attention: expected [batch, heads, length, size], got {shapes}")
+    if not q.shape[0] == k.shape[0] == v.shape[0] or k.shape[1:3] != v.shape[1:3]:
+        raise ValueError(f"attention: batch, key heads and key length must agree, got {shapes}")
+    if q.shape[1] % k.shape[1] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"attention: key heads must divide query heads, got {shapes}")
+    if mask is not None and mask.dtype is not torch.bool:
+        raise ValueError(f"attention: mask must be boolean, got {mask.dtype}; pass it as bias")
+    if bias is not None and not bias.is_floating_point():
+        raise ValueError(f"attention: bias must be floating point, got {bias.dtype}")
+    target = (*q.shape[:3], k.shape[2])
+    for name, extra in (("mask", mask), ("bias", bias)):
+        if extra is None:
+            continue
+        fits = extra.dim() == 4 and all(
+            have in (1, want) for have, want in zip(extra.shape, target, strict=True)
+        )
+        if not fits:
+            raise ValueError(f"attention: {name} {tuple(extra.shape)} is no broadcast of {target}")
+
+
+@torch.library.custom_op("mllm::attention", mutates_args=())
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """(out [B, H, Q, E], lse [B, H, Q]); ``softcap`` 0 means none. See ``reference.attention``."""
+    check(q, k, v, mask, bias)
+    if cpu.supports(q, k, v, softcap):
+        out, lse = cpu.attention(q, k, v, mask, bias, causal, scale)
+    else:
+        out, lse = reference.attention(q, k, v, mask, bias, causal, scale, softcap)
+    return _by_token(out), lse.contiguous()
+
+
+@attention.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    check(q, k, v, mask, bias)
+    lse = q.new_empty(q.shape[:3], dtype=reference.accumulation_dtype(q.dtype))
+    return _empty_by_token(q, q.shape[1], q.shape[2], v.shape[3]), lse
+
+
+@torch.library.custom_op("mllm::attention_backward", mutates_args=())
+def attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, each in the shape of its input."""
+    if cpu.supports(q, k, v, softcap):
+        grads = cpu.attention_backward(
+            grad_out, grad_lse, q, k, v, out, lse, mask, bias, causal, scale
+        )
+    else:
+        grads = reference.attention_backward(
+            grad_out, grad_lse, q, k, v, out, lse, mask, bias, causal, scale, softcap
+        )
+    return _by_token(grads[0]), _by_token(grads[1]), _by_token(grads[2])
+
+
+@attention_backward.register_fake
+def _(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    def like(x: Tensor) -> Tensor:
+        return _empty_by_token(x, x.shape[1], x.shape[2], x.shape[3])
+
+    return like(q), like(k), like(v)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, mask, bias, ctx.causal, ctx.scale, ctx.softcap = inputs
+    if bias is not None and bias.requires_grad:
+        raise ValueError(
+            "attention: the operator has no gradient for bias; use plain operators "
+            "(reference.attention) for a learned bias"
+        )
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output, mask, bias)
+
+
+def _gradient(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse, mask, bias = ctx.saved_tensors
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    grads = attention_backward(
+        grad_out, grad_lse, q, k, v, out, lse, mask, bias, ctx.causal, ctx.scale, ctx.softcap
+    )
+    return (*grads, None, None, None, None, None)
+
+
+attention.register_autograd(_gradient, setup_context=_setup_context)
+
+
+@register_flop_formula(torch.ops.mllm.attention)
+def _flops(q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Two matrix products, every pair counted, as torch counts its own attention."""
+    return int(sdpa_flop_count(q, k, v))  # type: ignore[no-untyped-call]
+
+
+@register_flop_formula(torch.ops.mllm.attention_backward)
+def _backward_flops(
+    grad_out: Any,
+    grad_lse: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    *rest: Any,
+    out_shape: Any = None,
+    **kwargs: Any,
+) -> int:
+    """Five matrix products, the recomputed scores among them."""
+    return int(sdpa_backward_flop_count(grad_out, q, k, v))  # type: ignore[no-untyped-call]

@@ -1,0 +1,118 @@
+"""Attention by its definition and its gradient by the chain rule: what kernels are held to.
+
+Terms: q [B, H, Q, D], k [B, G, K, D], v [B, G, K, E] with G dividing H (head h reads key head
+h // (H/G)); ``mask`` is boolean, True where a query may see a key; ``bias`` is added to the scores;
+both broadcast to [B, H, Q, K]. With ``causal`` query i sees keys 0…i. A query that sees nothing
+gives zeros, a log-sum-exp of -inf and no gradient.
+
+Everything is plain operators, in float64 for float64 inputs and in float32 for all others; the
+forward is differentiable by autograd in every floating input.
+"""
+
+import torch
+from torch import Tensor
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which scores, sums and the log-sum-exp are kept."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """[B, G, S, D] -> [B, heads, S, D]: every key head once per query head that reads it."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def allowed_pairs(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
+    """Boolean, broadcastable to [B, H, Q, K]; None where every query sees every key."""
+    if not causal:
+        return mask
+    below = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    return below[None, None] if mask is None else mask & below
+
+
+def _raw_scores(q: Tensor, k: Tensor, scale: float, softcap: float) -> Tensor:
+    scores = (q @ k.transpose(-1, -2)) * scale
+    return softcap * torch.tanh(scores / softcap) if softcap else scores
+
+
+def _masked(raw: Tensor, bias: Tensor | None, allowed: Tensor | None) -> Tensor:
+    scores = raw if bias is None else raw + bias
+    return scores if allowed is None else scores.masked_fill(~allowed, float("-inf"))
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """softmax(softcap·tanh(q·kᵀ·scale / softcap) + bias) · v, and the row's log-sum-exp.
+
+    Returns out [B, H, Q, E] in q's dtype and lse [B, H, Q] in the accumulation dtype. ``softcap`` 0
+    means none; ``dropout`` drops weights after the softmax.
+    """
+    wide = accumulation_dtype(q.dtype)
+    keys, values = repeat_heads(k, q.shape[1]).to(wide), repeat_heads(v, q.shape[1]).to(wide)
+    scores = _masked(
+        _raw_scores(q.to(wide), keys, scale, softcap), bias, allowed_pairs(q, k, mask, causal)
+    )
+    if not k.shape[2]:
+        return q.new_zeros(*q.shape[:3], v.shape[-1]), scores.new_full(q.shape[:3], float("-inf"))
+    highest = scores.detach().amax(-1, keepdim=True)
+    weights = torch.exp(scores - highest.masked_fill(highest == float("-inf"), 0.0))
+    total = weights.sum(-1, keepdim=True)
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    lse = (highest + torch.log(total)).squeeze(-1)
+    probabilities = weights / total
+    if dropout:
+        probabilities = torch.nn.functional.dropout(probabilities, dropout)
+    return (probabilities @ values).to(q.dtype), lse
+
+
+def attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from the forward's out and lse.
+
+    With P the weights: dV = Pᵀ dO, dS = P ∘ (dO Vᵀ - rowsum(dO ∘ O) + dlse), then through the cap.
+    """
+    wide = accumulation_dtype(q.dtype)
+    queries, keys = q.to(wide), repeat_heads(k, q.shape[1]).to(wide)
+    values, grad = repeat_heads(v, q.shape[1]).to(wide), grad_out.to(wide)
+    raw = _raw_scores(queries, keys, scale, softcap)
+    scores = _masked(raw, bias, allowed_pairs(q, k, mask, causal))
+    weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1))
+    offset = (grad * out.to(wide)).sum(-1)
+    if grad_lse is not None:
+        offset = offset - grad_lse.to(wide)
+    grad_scores = weights * (grad @ values.transpose(-1, -2) - offset.unsqueeze(-1))
+    if softcap:
+        grad_scores = grad_scores * (1.0 - (raw / softcap) ** 2)
+    grad_scores = grad_scores * scale
+    grad_q = grad_scores @ keys
+    grad_k = _sum_over_group(grad_scores.transpose(-1, -2) @ queries, k.shape[1])
+    grad_v = _sum_over_group(weights.transpose(-1, -2) @ grad, k.shape[1])
+    return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
+
+
+def _sum_over_group(x: Tensor, key_heads: int) -> Tensor:
+    batch, heads, *rest = x.shape
+    return x if heads == key_heads else x.view(batch, key_heads, -1, *rest).sum(2)

@@ -1,0 +1,284 @@
+"""What a model's attention calls become: one operator per call, one mask node per mask.
+
+Masks arrive as predicates and become ``mllm::mask`` nodes when the model makes them, however many
+layers read them. The rules by which transformers drops trivial masks are reproduced, because they
+decide what the unmodified model computes. Two things stay plain operators: attention dropout, and a
+bias that is learned (the operator has no gradient for it).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from mllm_compile.kernels.attention import mask as predicates
+from mllm_compile.kernels.attention import op, reference
+
+TORCH_SDPA = torch.nn.functional.scaled_dot_product_attention
+
+
+@dataclass(frozen=True, slots=True)
+class MaskOrigin:
+    """Where a mask tensor came from: the predicate, and when transformers would have dropped it.
+
+    Where ``droppable`` and no key is padded, transformers passes no mask at all, and the module's
+    own ``is_causal`` decides; ``causal`` says whether the mask itself is a causal one.
+    """
+
+    description: str
+    padding: Tensor | None
+    droppable: bool
+    causal: bool
+
+
+@dataclass(frozen=True)
+class Form:
+    """Everything about one attention call but q, k and v; terms as in ``kernels.attention``."""
+
+    mask: Tensor | None
+    bias: Tensor | None
+    causal: bool
+    scale: float
+    softcap: float = 0.0
+    dropout: float = 0.0
+    sinks: Tensor | None = None
+
+    @staticmethod
+    def of(
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+        softcap: float = 0.0,
+        dropout: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> "Form":
+        """A floating mask is a bias."""
+        if mask is not None and mask.is_floating_point():
+            return Form(None, mask, causal, scale, softcap, dropout, sinks)
+        return Form(mask, None, causal, scale, softcap, dropout, sinks)
+
+    def with_position_bias(self, position_bias: Tensor, lowest: float) -> "Form":
+        """One bias for all: what is hidden gets ``lowest``, as transformers does, and not -inf."""
+        if self.bias is not None:
+            return replace(self, bias=position_bias + self.bias)
+        mask = self.mask
+        if self.causal:
+            pairs = position_bias.shape[-2:]
+            mask = torch.ones(pairs, dtype=torch.bool, device=position_bias.device).tril()
+        bias = position_bias if mask is None else torch.where(mask, position_bias, lowest)
+        return replace(self, mask=None, causal=False, bias=bias)
+
+    @property
+    def needs_plain(self) -> str:
+        """Why the operator cannot compute this; "" where it can."""
+        if self.dropout:
+            return "dropout"
+        return "learned bias" if self.bias is not None and self.bias.requires_grad else ""
+
+
+@dataclass
+class AttentionSites:
+    """What one capture saw: a line per attention call, and the masks that were made."""
+
+    paths: dict[int, str] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    _origins: Any = field(default_factory=WeakIdKeyDictionary)
+    _segments: list[tuple[Tensor, Tensor, int, int, Tensor]] = field(default_factory=list)
+
+    def make_mask(
+        self,
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: int = 0,
+        kv_offset: int = 0,
+        mask_function: Callable[..., Any] | None = None,
+        attention_mask: Tensor | None = None,
+        local_size: int | None = None,
+        allow_is_causal_skip: bool = True,
+        allow_is_bidirectional_skip: bool = False,
+        use_vmap: bool = False,
+        device: torch.device | str = "cpu",
+        **_: Any,
+    ) -> Tensor | None:
+        """The mask of one kind of layer, [batch, 1, queries, keys]; None where none is needed.
+
+        Arguments as transformers passes them to the functions of ``AttentionMaskInterface``.
+        """
+        local = local_size is not None and kv_length >= local_size
+        aligned = q_length == 1 or kv_length == q_length
+        causal = allow_is_causal_skip and aligned
+        droppable = (causal or allow_is_bidirectional_skip) and not local
+        if droppable and attention_mask is None:
+            return None
+        template, tensors = predicates.separate(mask_function or _causal)
+        if attention_mask is not None:
+            missing = kv_length + kv_offset - attention_mask.shape[-1]
+            if missing > 0:
+                attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
+            tensors.append(attention_mask)
+        padded = attention_mask is not None
+        rule = predicates.Predicate(
+            template, len(tensors) - padded, q_offset, kv_offset, padded, not use_vmap
+        )
+        key = predicates.register(rule)
+        made = predicates.mask(tensors, key, batch_size, q_length, kv_length, torch.device(device))
+        self._origins[made] = MaskOrigin(
+            predicates.describe(rule), attention_mask, droppable, allow_is_causal_skip
+        )
+        return made  # type: ignore[no-any-return]
+
+    def segment_mask(self, ends_q: Tensor, ends_k: Tensor, queries: int, keys: int) -> Tensor:
+        """[1, 1, queries, keys]: both tokens lie in the same packed segment. One per cu_seqlens."""
+        for known_q, known_k, *lengths, made in self._segments:
+            if known_q is ends_q and known_k is ends_k and lengths == [queries, keys]:
+                return made
+        rows = _segment_of(ends_q, queries)
+        columns = rows if ends_k is ends_q and keys == queries else _segment_of(ends_k, keys)
+        template, tensors = predicates.separate(_same_segment(rows, columns))
+        rule = predicates.Predicate(template, len(tensors))
+        key = predicates.register(rule)
+        made = predicates.mask(tensors, key, 1, queries, keys, ends_q.device)
+        self._origins[made] = MaskOrigin(predicates.describe(rule), None, False, False)
+        self._segments.append((ends_q, ends_k, queries, keys, made))
+        return made  # type: ignore[no-any-return]
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        position_bias: Tensor | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """One attention, as transformers calls the functions of ``AttentionInterface``.
+
+        Takes [B, H, Q, D] and returns [B, Q, H, E]. ``s_aux`` are attention sinks: one logit per
+        head that takes its share of the softmax and attends to nothing.
+        """
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        causal = bool(causal) and query.shape[2] > 1
+        mask: Tensor | None
+        if attention_mask is None and cu_seq_lens_q is not None:
+            ends_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+            mask = self.segment_mask(cu_seq_lens_q, ends_k, query.shape[2], key.shape[2])
+        else:
+            mask = self._effective(attention_mask, causal)
+            causal = causal and mask is None
+        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        form = Form.of(mask, causal, scale, softcap or 0.0, dropout, s_aux)
+        if position_bias is not None:
+            form = form.with_position_bias(position_bias, torch.finfo(key.dtype).min)
+        where = self.paths.get(id(module), type(module).__name__)
+        return self.attention(where, query, key, value, form).transpose(1, 2).contiguous(), None
+
+    def _effective(self, mask: Tensor | None, causal: bool) -> Tensor | None:
+        """The mask that the unmodified model would use."""
+        if mask is None:
+            return None
+        if mask.dim() == 2:  # what models hand to flash kernels: which keys are real
+            return mask.bool()[:, None, None, :]
+        origin = self._origins.get(mask)
+        dropped = (
+            origin is not None
+            and origin.droppable
+            and origin.causal != causal
+            and origin.padding is not None
+            and bool(origin.padding.all())
+        )
+        return None if dropped else mask
+
+    def attention(
+        self, where: str, query: Tensor, key: Tensor, value: Tensor, form: Form
+    ) -> Tensor:
+        """The operator, or plain operators where it has no gradient or no random numbers."""
+        batch = max(query.shape[0], key.shape[0])
+        query, key, value = (x.expand(batch, -1, -1, -1) for x in (query, key, value))
+        arguments = (form.mask, form.bias, form.causal, form.scale, form.softcap)
+        if form.needs_plain:
+            out, lse = reference.attention(query, key, value, *arguments, form.dropout)
+        else:
+            out, lse = op.attention(query, key, value, *arguments)
+        if form.sinks is not None:
+            share = torch.sigmoid(lse - form.sinks.to(lse.dtype)[:, None])
+            out = out * share.unsqueeze(-1).to(out.dtype)
+        (_, heads, queries, size), (_, key_heads, keys, _) = query.shape, key.shape
+        self.lines.append(
+            f"{where}: {self._describe(form)}; heads {heads}/{key_heads}, "
+            f"{queries}x{keys}, size {size}/{value.shape[-1]}"
+        )
+        return out
+
+    def _describe(self, form: Form) -> str:
+        parts = ["causal"] if form.causal else []
+        if form.mask is not None:
+            origin = self._origins.get(form.mask)
+            parts.append("mask tensor" if origin is None else f"mask {origin.description}")
+        parts += ["bias tensor"] if form.bias is not None else []
+        parts += [f"softcap {form.softcap:g}"] if form.softcap else []
+        parts += ["sinks"] if form.sinks is not None else []
+        parts += [f"plain operators: {form.needs_plain}"] if form.needs_plain else []
+        return ", ".join(parts) or "full"
+
+    def from_sdpa(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """``scaled_dot_product_attention`` on the operator; other ranks than 3 and 4 stay torch's.
+
+        [N, S, D] inputs are one head; a [N, Q, K] mask goes with them.
+        """
+        if query.dim() == 3 and key.dim() == 3 and value.dim() == 3:
+            if attn_mask is not None and attn_mask.dim() == 3:
+                attn_mask = attn_mask.unsqueeze(1)
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+            out = self.from_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale)
+            return out.squeeze(1)
+        if not query.dim() == key.dim() == value.dim() == 4:
+            return TORCH_SDPA(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
+                enable_gqa=enable_gqa,
+            )  # fmt: skip
+        while attn_mask is not None and attn_mask.dim() < 4:
+            attn_mask = attn_mask.unsqueeze(0)
+        if query.shape[1] < key.shape[1]:
+            query = query.expand(-1, key.shape[1], -1, -1)
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        form = Form.of(attn_mask, is_causal, scale, dropout=dropout_p)
+        return self.attention("scaled_dot_product_attention", query, key, value, form)
+
+
+def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return key <= query
+
+
+def _same_segment(rows: Tensor, columns: Tensor) -> Callable[..., Tensor]:
+    def same_segment(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return rows[query] == columns[key]
+
+    return same_segment
+
+
+def _segment_of(ends: Tensor, length: int) -> Tensor:
+    """[length] number of the packed segment of each token; ``ends`` is cumulative, from 0."""
+    positions = torch.arange(length, device=ends.device, dtype=ends.dtype)
+    return torch.searchsorted(ends[1:].contiguous(), positions, right=True)

@@ -1,0 +1,261 @@
+"""The attention operator against its definition: forward, log-sum-exp and every gradient."""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from mllm_compile.kernels.attention import cpu, op, reference
+
+
+@pytest.fixture(autouse=True)
+def poisoned_empty():
+    """Memory that nobody wrote reads as NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def inputs(queries, keys, heads=4, key_heads=4, size=16, value_size=16, dtype=torch.float64):
+    g = torch.Generator().manual_seed(queries * 1000 + keys + key_heads)
+
+    def draw(h, s, d):  # [B, S, H, D] in memory, as models make them
+        return torch.randn(2, s, h, d, generator=g, dtype=dtype).transpose(1, 2)
+
+    q, k, v = (
+        draw(heads, queries, size),
+        draw(key_heads, keys, size),
+        draw(key_heads, keys, value_size),
+    )
+    return [x.requires_grad_() for x in (q, k, v)]
+
+
+def make_mask(kind, queries, keys, heads=4):
+    g = torch.Generator().manual_seed(queries + keys)
+    shape = {
+        "none": None,
+        "batch": (2, 1, queries, keys),
+        "shared": (1, 1, queries, keys),
+        "padding": (2, 1, 1, keys),
+        "heads": (2, heads, queries, keys),
+    }[kind]
+    if shape is None:
+        return None
+    mask = torch.rand(shape, generator=g) > 0.6
+    mask[0, :, queries // 2 if shape[2] > 1 else 0] = False  # rows that see nothing
+    return mask
+
+
+def agree(call, args, mask=None, bias=None, causal=False, scale=0.3, softcap=0.0, tolerance=1e-12):
+    """out, lse and the gradients of q, k, v under random output gradients, both of out and lse."""
+    q, k, v = args
+    g = torch.Generator().manual_seed(5)
+    out, lse = call(q, k, v, mask, bias, causal, scale, softcap)
+    want, want_lse = reference.attention(
+        *(x.double() for x in args), mask, bias, causal, scale, softcap
+    )
+    grad_out = torch.randn(want.shape, generator=g, dtype=torch.float64)
+    grad_lse = torch.randn(want_lse.shape, generator=g, dtype=torch.float64)
+    empty = want_lse == float("-inf")
+    assert torch.equal(lse == float("-inf"), empty)
+    assert not out.masked_select(empty.unsqueeze(-1)).any()
+    grads = torch.autograd.grad(
+        [out, lse.masked_fill(empty, 0)], args, [grad_out.to(out.dtype), grad_lse.to(lse.dtype)]
+    )
+    want_grads = torch.autograd.grad(
+        [want, want_lse.masked_fill(empty, 0)], args, [grad_out, grad_lse]
+    )
+    pairs = [(out, want), (lse.masked_fill(empty, 0), want_lse.masked_fill(empty, 0))]
+    for got, expected in [*pairs, *zip(grads, want_grads, strict=True)]:
+        assert got.shape == expected.shape
+        assert torch.isfinite(got).all()
+        error = (got.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-9)
+        assert error.item() <= tolerance
+
+
+LENGTHS = [(57, 57), (33, 130), (130, 33), (1, 7), (283, 283)]
+
+
+@pytest.mark.parametrize(("queries", "keys"), LENGTHS)
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+@pytest.mark.parametrize("kind", ["none", "batch", "shared", "padding", "heads"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_operator_is_the_definition(queries, keys, key_heads, kind, causal):
+    agree(
+        op.attention,
+        inputs(queries, keys, key_heads=key_heads),
+        make_mask(kind, queries, keys),
+        causal=causal,
+    )
+
+
+@pytest.mark.parametrize(("size", "value_size"), [(24, 16), (16, 24), (5, 3), (1, 1)])
+@pytest.mark.parametrize("kind", ["none", "batch"])
+def test_value_size_may_differ(size, value_size, kind):
+    args = inputs(21, 34, key_heads=2, size=size, value_size=value_size)
+    agree(op.attention, args, make_mask(kind, 21, 34))
+
+
+@pytest.mark.parametrize("kind", ["none", "batch"])
+def test_bias(kind):
+    bias = torch.randn(1, 4, 19, 23, dtype=torch.float64)
+    bias[0, :, 3] = float("-inf")
+    agree(op.attention, inputs(19, 23), make_mask(kind, 19, 23), bias)
+
+
+def test_strided_and_broadcast_bias():
+    whole = torch.randn(1, 4, 23, 19, dtype=torch.float64).transpose(-1, -2)
+    for bias in (whole, whole[..., :1], whole[:, :1, :1], whole[:, :, :, ::2].repeat(1, 1, 1, 2)):
+        agree(op.attention, inputs(19, 23), None, bias[..., :23])
+    agree(
+        op.attention, inputs(19, 23), torch.tensor([True, False] * 9 + [True])[None, None, :, None]
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_softcap(causal):
+    args = inputs(19, 23, key_heads=2)
+    agree(op.attention, args, make_mask("batch", 19, 23), causal=causal, softcap=0.7)
+
+
+def test_softcap_matters():
+    args = inputs(9, 9)
+    capped, _ = op.attention(*args, None, None, False, 0.3, 0.5)
+    assert not torch.allclose(capped, op.attention(*args, None, None, False, 0.3, 0.0)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_low_precision(dtype):
+    tolerance = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    args = inputs(57, 57, key_heads=2, dtype=dtype)
+    agree(op.attention, args, make_mask("batch", 57, 57), causal=True, tolerance=tolerance)
+
+
+def test_plain_backward_is_the_chain_rule():
+    """The formula used where no fused kernel fits, on all its branches."""
+    for key_heads, softcap, causal in itertools.product([4, 2], [0.0, 0.8], [False, True]):
+        q, k, v = args = inputs(13, 17, key_heads=key_heads, value_size=6)
+        mask, bias = make_mask("batch", 13, 17), torch.randn(1, 1, 13, 17, dtype=torch.float64)
+        out, lse = reference.attention(q, k, v, mask, bias, causal, 0.3, softcap)
+        finite = lse.masked_fill(lse == float("-inf"), 0)
+        grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
+        want = torch.autograd.grad([out, finite], args, [grad_out, grad_lse])
+        with torch.no_grad():
+            got = reference.attention_backward(
+                grad_out, grad_lse, q, k, v, out, lse, mask, bias, causal, 0.3, softcap
+            )
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0)])
+def test_no_queries_or_no_keys(queries, keys):
+    args = inputs(queries, keys)
+    out, lse = op.attention(*args, None, None, False, 1.0, 0.0)
+    assert out.shape == (2, 4, queries, 16)
+    assert not out.any()
+    assert (lse == float("-inf")).all()
+    for grad in torch.autograd.grad(out.sum(), args):
+        assert not grad.any()
+
+
+def strides(kind):
+    q, k, v = (x.detach() for x in inputs(12, 12, key_heads=2))
+    if kind == "contiguous":
+        return [x.contiguous() for x in (q, k, v)]
+    if kind == "sliced":
+        return [torch.cat([x, x], -1)[..., ::2] for x in (q, k, v)]
+    if kind == "expanded":
+        return [q[:, :1].expand(-1, 4, -1, -1), k, v]
+    return [q, k, v]
+
+
+@pytest.mark.parametrize("kind", ["by_token", "contiguous", "sliced", "expanded"])
+def test_strided_inputs_and_promised_strides(kind):
+    args = [x.requires_grad_() for x in strides(kind)]
+    agree(op.attention, args, make_mask("batch", 12, 12))
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in args]
+        promised = op.attention(*fakes, None, None, True, 0.3, 0.0)
+        grads = op.attention_backward(
+            promised[0], None, *fakes, *promised, None, None, True, 0.3, 0.0
+        )
+    real = op.attention(*args, None, None, True, 0.3, 0.0)
+    real_grads = op.attention_backward(real[0], None, *args, *real, None, None, True, 0.3, 0.0)
+    for fake, value in zip([*promised, *grads], [*real, *real_grads], strict=True):
+        assert (fake.shape, fake.stride(), fake.dtype) == (value.shape, value.stride(), value.dtype)
+
+
+def test_gradcheck():
+    q, k, v = inputs(5, 7, heads=2, key_heads=1, size=4, value_size=3)
+    mask = make_mask("shared", 5, 7)
+
+    def call(q, k, v):
+        out, lse = op.attention(q, k, v, mask, None, False, 0.5, 0.0)
+        return out, lse.masked_fill(lse == float("-inf"), 0)
+
+    assert torch.autograd.gradcheck(call, (q, k, v))
+
+
+@pytest.mark.parametrize("case", ["plain", "mask", "bias", "softcap"])
+def test_opcheck(case):
+    q, k, v = inputs(6, 9, key_heads=2, value_size=8)
+    mask = make_mask("batch", 6, 9) if case == "mask" else None
+    bias = torch.randn(1, 4, 6, 9, dtype=torch.float64) if case == "bias" else None
+    torch.library.opcheck(
+        op.attention, (q, k, v, mask, bias, case == "plain", 0.3, 0.9 if case == "softcap" else 0.0)
+    )
+
+
+def test_bias_that_requires_grad_is_refused():
+    q, k, v = inputs(4, 4)
+    bias = torch.zeros(1, 1, 4, 4, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(ValueError, match="no gradient for bias"):
+        op.attention(q, k, v, None, bias, False, 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q, k, v, m: (q[0], k, v, m), "batch, heads, length, size"),
+        (lambda q, k, v, m: (q, k[:1], v, m), "must agree"),
+        (lambda q, k, v, m: (q[:, :3], k, v, m), "must divide"),
+        (lambda q, k, v, m: (q, k, v, m.long()), "boolean"),
+        (lambda q, k, v, m: (q, k, v, m[..., :3]), "no broadcast"),
+    ],
+)
+def test_wrong_shapes_are_refused(change, message):
+    q, k, v = inputs(6, 9, key_heads=2)
+    q, k, v, mask = change(q, k, v, make_mask("batch", 6, 9))
+    with pytest.raises(ValueError, match=message):
+        op.attention(q, k, v, mask, None, False, 1.0, 0.0)
+
+
+def test_unused_log_sum_exp_costs_nothing():
+    """No gradient of zeros is made for it: the fused backward runs without the extra column."""
+    seen = []
+    q, k, v = inputs(4, 4)
+    original = cpu.attention_backward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "attention_backward", lambda *a: (seen.append(a[1]), original(*a))[1])
+        op.attention(q, k, v, None, None, True, 0.5, 0.0)[0].sum().backward()
+    assert seen == [None]
+
+
+def test_flops_are_torchs_own():
+    q, k, v = inputs(12, 20, key_heads=2, size=8, value_size=8)
+    q, k, v = (x.detach().to("meta").requires_grad_() for x in (q, k, v))
+
+    def count(call):
+        with FlopCounterMode(display=False) as counter, contextlib.suppress(NotImplementedError):
+            call().sum().backward()
+        return counter.get_total_flops()
+
+    ours = count(lambda: op.attention(q, k, v, None, None, False, 0.5, 0.0)[0])
+    pairs, heads = 12 * 20, 2 * 4
+    assert ours == (2 + 5) * 2 * pairs * heads * 8
