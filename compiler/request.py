@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mllm_compile.compiler.errors import RequestError, explain
+from mllm_compile.compiler.overrides import override
 
 T = TypeVar("T")
 DTYPES = ("float64", "float32", "bfloat16")
@@ -60,6 +61,12 @@ class ModuleSpec:
             raise RequestError(
                 explain(f"{self.name}: ranks", expected="distinct, >= 0", got=str(self.ranks))
             )
+        if self.trainable not in (None, True, False):
+            raise RequestError(
+                explain(
+                    f"{self.name}: trainable", expected="true or false", got=repr(self.trainable)
+                )
+            )
         if len(self.ranks) != self.parallel.size:
             raise RequestError(
                 explain(
@@ -84,6 +91,15 @@ class Optimizer:
     lr: float = 1e-3
     weight_decay: float = 0.0
     clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "weight_decay", "clip_norm"):
+            value = getattr(self, name)
+            missing = value is None and name == "clip_norm"
+            if not missing and (not isinstance(value, int | float) or value < 0):
+                raise RequestError(
+                    explain(f"[optimizer] {name}", expected="a number >= 0", got=repr(value))
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +126,7 @@ class Request:
             )
         for name in ("microbatches", "microbatch_size"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise RequestError(explain(name, expected="a whole number >= 1", got=repr(value)))
         self._check_paths()
         self._check_ranks()
@@ -160,21 +176,24 @@ class Request:
         return sum(len(module.ranks) for module in self.modules)
 
     @staticmethod
-    def load(path: str | Path) -> "Request":
-        """Read a TOML request; every fault names the file and the key."""
+    def load(path: str | Path, overrides: Sequence[str] = ()) -> "Request":
+        """Read a TOML request and apply overrides; every fault names the file and the key."""
         try:
             table = tomllib.loads(Path(path).read_text())
-        except (OSError, tomllib.TOMLDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise RequestError(f"{path}: {error}") from error
         try:
-            return Request.from_dict(table)
+            return Request.from_dict(override(table, overrides))
         except RequestError as error:
             raise RequestError(f"{path}: {error}") from error
 
     @staticmethod
     def from_dict(table: Mapping[str, Any]) -> "Request":
         """Build a request from the keys of a TOML file; unknown keys are refused."""
-        modules = tuple(_module(entry) for entry in table.get("module", ()))
+        entries = table.get("module", ())
+        if not isinstance(entries, list | tuple):
+            raise RequestError(explain("module", expected="[[module]] tables", got=repr(entries)))
+        modules = tuple(_module(entry) for entry in entries)
         optimizer = _build(Optimizer, table.get("optimizer", {}), "[optimizer]")
         rest = {key: value for key, value in table.items() if key not in ("module", "optimizer")}
         return _build(Request, rest, "request", modules=modules, optimizer=optimizer)
@@ -184,33 +203,37 @@ def parse_ranks(text: str | int | Sequence[int]) -> tuple[int, ...]:
     """``"0-1,4"`` -> (0, 1, 4); a number or a list of numbers is taken as it is."""
     if isinstance(text, int):
         return (text,)
-    if not isinstance(text, str):
-        return tuple(text)
     ranks: list[int] = []
     try:
+        if not isinstance(text, str):
+            return tuple(map(int, text))
         for part in text.split(","):
             first, _, last = part.partition("-")
             ranks.extend(range(int(first), int(last or first) + 1))
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise RequestError(explain("ranks", expected="like '0-1,4'", got=repr(text))) from error
     return tuple(ranks)
 
 
 def _module(entry: Mapping[str, Any]) -> ModuleSpec:
     axes = {axis.name for axis in fields(Parallel)}
-    path = entry.get("path", ())
-    paths = (path,) if isinstance(path, str) else tuple(path)
+    path = entry.get("path", ()) if isinstance(entry, Mapping) else entry
+    paths = (path,) if isinstance(path, str) else path
+    if not isinstance(paths, list | tuple) or not all(isinstance(p, str) for p in paths):
+        raise RequestError(explain("[[module]] path", expected="a dotted path", got=repr(path)))
     where = f"[[module]] {' + '.join(paths)}"
     parallel = _build(Parallel, {k: v for k, v in entry.items() if k in axes}, where)
     rest = {k: v for k, v in entry.items() if k not in axes and k not in ("path", "ranks")}
     if "ranks" not in entry:
         raise RequestError(explain(where, expected="a key 'ranks'", got="none"))
     ranks = parse_ranks(entry["ranks"])
-    return _build(ModuleSpec, rest, where, paths=paths, ranks=ranks, parallel=parallel)
+    return _build(ModuleSpec, rest, where, paths=tuple(paths), ranks=ranks, parallel=parallel)
 
 
 def _build(cls: type[T], table: Mapping[str, Any], where: str, **more: Any) -> T:
     known = [name for name in cls.__dataclass_fields__ if name not in more]  # type: ignore[attr-defined]
+    if not isinstance(table, Mapping):
+        raise RequestError(explain(where, expected="a table", got=repr(table)))
     unknown = sorted(set(table) - set(known))
     if unknown:
         raise RequestError(explain(f"{where}: key {unknown[0]!r}", expected=f"one of {known}"))

@@ -1,0 +1,227 @@
+"""A document as tables: which module runs where, what each stage does and why, what crosses.
+
+All figures are of one microbatch. Every table is derived from the document alone.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import takewhile
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from mllm_compile.compiler.request import Request
+from mllm_compile.compiler.stage import Boundary, Stage
+from mllm_compile.document import Document, NodeRecord, ParameterRecord
+from mllm_compile.quantities import count, share, size
+
+
+def plan_view(document: Document) -> Group:
+    """Everything that has been decided, as far as the passes have run."""
+    parts: list[RenderableType] = [heading(document), module_table(document)]
+    if document.stages:
+        parts += [stage_table(document), boundary_table(document), glue_table(document)]
+    if document.notes:
+        parts.append(Text("\n".join(f"note: {note}" for note in document.notes)))
+    return Group(*parts)
+
+
+def heading(document: Document) -> Text:
+    """One line on the request, one on the graph."""
+    request = document.request
+    ops = [node for node in document.nodes if node.kind == "op"]
+    return Text(
+        f"{request.workload or 'plan'}: {request.num_ranks} ranks, {request.microbatches} "
+        f"microbatches of {request.microbatch_size} samples, {request.dtype}\n"
+        f"one graph: {len(ops)} nodes, {len({node.op for node in ops})} operators, "
+        f"{len(document.parameters)} parameters; figures are of one microbatch"
+    )
+
+
+def module_table(document: Document) -> Table:
+    """One row per module of the request; together they account for every parameter once."""
+    table = _table("Modules", "module", "ranks", "stages", "trained")
+    for name in ("parameters", "F", "dI", "dW", "saved"):
+        table.add_column(name, justify="right")
+    for index, spec in enumerate(document.request.modules):
+        nodes = [node for node in document.nodes if node.module == index]
+        parameters = [p for p in document.parameters if module_of(document, p) == index]
+        stages = [str(stage.index) for stage in document.stages if stage.module == index]
+        ranks = ", ".join(map(str, spec.ranks))
+        places = (spec.name, ranks, ", ".join(stages) or "-", trained(parameters))
+        table.add_row(*places, *_figures(parameters, nodes))
+    ops = [node for node in document.nodes if node.kind == "op"]
+    copied = [node for node in ops if node.module is None and node.stages]
+    if copied:
+        table.add_row("(replicated nodes, counted once)", "", "", "", *_figures((), copied))
+    table.add_section()
+    table.add_row("all", "", "", trained(document.parameters), *_figures(document.parameters, ops))
+    return table
+
+
+def stage_table(document: Document) -> Table:
+    """One row per stage: what it holds, its share of the work, which actions it has, and why."""
+    table = _table("Stages", "stage", "rank", "holds", "nodes")
+    for name in ("parameters", "F", "dI", "dW", "share", "saved"):
+        table.add_column(name, justify="right")
+    table.add_column("does")
+    table.add_column("why")
+    work = {stage.index: _work(stage_nodes(document, stage)) for stage in document.stages}
+    for stage in document.stages:
+        nodes = stage_nodes(document, stage)
+        own = [node for node in nodes if node.name in set(stage.nodes)]
+        parameters = [p for p in document.parameters if p.stage == stage.index]
+        figures = _figures(parameters, nodes)
+        copies = f" + {len(stage.replicated)}" if stage.replicated else ""
+        table.add_row(
+            str(stage.index),
+            ", ".join(map(str, stage.ranks)),
+            holds(document, stage),
+            f"{len(own)}{copies}",
+            *figures[:-1],
+            share(work[stage.index], sum(work.values())),
+            figures[-1],
+            *actions_of(document, stage),
+        )
+    return table
+
+
+def boundary_table(document: Document) -> Table:
+    """One row per value that crosses between stages, with its bytes in both directions."""
+    table = _table("Boundaries", "from", "to", "value", "type", "made by")
+    table.add_column("forward", justify="right")
+    table.add_column("backward", justify="right")
+    records = {node.name: node for node in document.nodes}
+    for boundary in document.boundaries:
+        for value in boundary.values:
+            node = records[value]
+            back = size(node.size) if value in boundary.gradients else "-"
+            ends = (str(boundary.source), str(boundary.target))
+            table.add_row(*ends, value, node.type, node.owner or "(model)", size(node.size), back)
+    forward, backward = traffic(document, document.boundaries)
+    table.add_section()
+    table.add_row("", "", "all", "", "", size(forward), size(backward))
+    return table
+
+
+def glue_table(document: Document) -> Table:
+    """Nodes that no module of the request owns: where they went, and which are copied."""
+    table = _table("Glue and replicated nodes", "owner", "nodes", "runs in", "why", "operators")
+    groups: dict[tuple[str, str, str], list[NodeRecord]] = {}
+    for node in document.nodes:
+        if node.kind != "op" or not node.stages:
+            continue
+        copied = node.module is None
+        if not copied and spec_of(document.request, node.owner) == node.module:
+            continue
+        why = "inputs alone decide it" if copied else "first stage that uses it"
+        runs_in = ("stages " if len(node.stages) > 1 else "stage ") + ", ".join(
+            map(str, node.stages)
+        )
+        groups.setdefault((node.owner or "(model)", runs_in, why), []).append(node)
+    for (owner, runs_in, why), nodes in sorted(groups.items()):
+        table.add_row(owner, str(len(nodes)), runs_in, why, most_common(node.op for node in nodes))
+    return table
+
+
+def holds(document: Document, stage: Stage) -> str:
+    """First and last module part that the stage computes, without the path they share."""
+    own = set(stage.nodes)
+    paths = [
+        node.owner.split(".")
+        for node in document.nodes
+        if node.name in own and spec_of(document.request, node.owner) == stage.module
+    ]
+    if not paths:
+        return "glue"
+    first, last = paths[0], paths[-1]
+    pairs = zip(first[:-1], last[:-1], strict=False)
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return ".".join(first) if first == last else f"{'.'.join(first)} … {'.'.join(last[shared:])}"
+
+
+def actions_of(document: Document, stage: Stage) -> tuple[str, str]:
+    """(``F I W`` as far as the stage has them, the reason in words)."""
+    gradients_in = any(b.target == stage.index and b.gradients for b in document.boundaries)
+    trains = any(node.weight_grad for node in stage_nodes(document, stage)) or any(
+        p.stage == stage.index and p.trainable for p in document.parameters
+    )
+    reasons = {
+        (False, False): "nothing to train here or upstream: forward only",
+        (False, True): "trained; nothing upstream is, so no dI leaves it",
+        (True, False): "frozen; dI passes through to what is trained upstream",
+        (True, True): "trained, and so is something upstream",
+    }
+    done = "F" + " I" * gradients_in + " W" * trains
+    return done, reasons[gradients_in, trains]
+
+
+def traffic(document: Document, boundaries: Iterable[Boundary]) -> tuple[int, int]:
+    """(bytes forward, bytes backward) of one microbatch over these boundaries."""
+    sizes = {node.name: node.size for node in document.nodes}
+    forward = backward = 0
+    for boundary in boundaries:
+        forward += sum(sizes[name] for name in boundary.values)
+        backward += sum(sizes[name] for name in boundary.gradients)
+    return forward, backward
+
+
+def stage_nodes(document: Document, stage: Stage) -> list[NodeRecord]:
+    """The nodes that a stage computes, its replicated ones too, in graph order."""
+    return [node for node in document.nodes if stage.index in node.stages and node.kind == "op"]
+
+
+def module_of(document: Document, parameter: ParameterRecord) -> int | None:
+    """The request module that accounts for a parameter: by its stage, before that by its path."""
+    if parameter.stage is None:
+        return spec_of(document.request, parameter.name)
+    return next(s.module for s in document.stages if s.index == parameter.stage)
+
+
+def spec_of(request: Request, path: str) -> int | None:
+    """The request module with the longest path that covers ``path``; None for glue."""
+    best: tuple[int, int] | None = None
+    for index, spec in enumerate(request.modules):
+        for prefix in spec.paths:
+            covers = not prefix or path == prefix or path.startswith(prefix + ".")
+            if covers and (best is None or len(prefix) > best[0]):
+                best = (len(prefix), index)
+    return None if best is None else best[1]
+
+
+def trained(parameters: Iterable[ParameterRecord]) -> str:
+    """``yes``, ``no``, or the part of the elements that is trained."""
+    elements: Counter[bool] = Counter()
+    for parameter in parameters:
+        elements[parameter.trainable] += parameter.numel
+    if not elements[True]:
+        return "no"
+    return "yes" if not elements[False] else share(elements[True], elements.total())
+
+
+def most_common(names: Iterable[str], limit: int = 4) -> str:
+    """``add 12, view 4, …``."""
+    counts = Counter(names).most_common()
+    text = ", ".join(f"{name} {number}" for name, number in counts[:limit])
+    return f"{text}, …" if len(counts) > limit else text
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    for column in columns:
+        table.add_column(column)
+    return table
+
+
+def _figures(parameters: Iterable[ParameterRecord], nodes: list[NodeRecord]) -> list[str]:
+    """Parameters, F, dI, dW, saved bytes."""
+    flops = [
+        sum(getattr(n, name) for n in nodes) for name in ("forward", "input_grad", "weight_grad")
+    ]
+    elements = sum(parameter.numel for parameter in parameters)
+    return [count(elements), *map(count, flops), size(sum(node.saved for node in nodes))]
+
+
+def _work(nodes: Iterable[NodeRecord]) -> int:
+    return sum(node.forward + node.input_grad + node.weight_grad for node in nodes)

@@ -1,0 +1,81 @@
+"""A schedule as a grid of ranks and time, every compute action one tick wide.
+
+Ticks show the order and the waiting. How busy each rank is comes from a second replay, in which an
+action takes as long as its FLOPs.
+"""
+
+from collections.abc import Callable
+
+from rich.text import Text
+
+from mllm_compile.compiler.action import COMPUTE, Schedule
+from mllm_compile.compiler.simulate import Cost, Simulation, StageCost, simulate
+from mllm_compile.compiler.variant import Variant
+from mllm_compile.document import Document
+from mllm_compile.render import stage_nodes
+
+STYLES = {"F": "blue", "I": "green", "W": "yellow"}
+MAX_ROWS = 64
+
+
+def schedule_grid(document: Document, width: int) -> Text:
+    """Rows of ranks, folded into blocks that fit ``width`` characters."""
+    assert document.schedule is not None
+    ticks = _replay(document, document.schedule, lambda stage: StageCost(1, 1, 1))
+    work = _replay(document, document.schedule, lambda stage: _cost(document, stage))
+    cells: dict[int, dict[int, tuple[str, str]]] = {rank: {} for rank in document.schedule.actions}
+    several = len(document.stages) > len(cells)
+    for span in ticks.spans:
+        if span.action.kind in COMPUTE:
+            name = f"{span.action.kind}{span.action.microbatch}"
+            label = f"{span.action.stage}{name}" if several else name
+            for rank in document.stages[span.action.stage].ranks:
+                cells[rank][round(span.start)] = (label, STYLES[span.action.kind])
+    cell = 1 + max((len(label) for row in cells.values() for label, _ in row.values()), default=1)
+    per_block = max(1, (width - 7) // cell)
+    total = round(ticks.step_time)
+    text = Text(
+        "Schedule: F forward, I input gradients, W weight gradients, by microbatch\n", "bold"
+    )
+    blocks = range(0, total, per_block)
+    shown = blocks[: max(1, MAX_ROWS // (len(cells) + 1))]
+    for first in shown:
+        text.append(f"ticks {first} to {min(first + per_block, total) - 1}\n", "dim")
+        for rank, row in sorted(cells.items()):
+            text.append(f"{rank:>5} ")
+            for tick in range(first, min(first + per_block, total)):
+                label, style = row.get(tick, (".", "dim"))
+                text.append(label.ljust(cell), style)
+            text.append("\n")
+    if len(shown) < len(blocks):
+        text.append(f"and {total - shown[-1] - per_block} ticks more\n", "dim")
+    return text.append(_busy(document, work))
+
+
+def _busy(document: Document, work: Simulation) -> str:
+    """How much of the step each rank computes, and how many microbatches each stage holds."""
+    busy = ", ".join(f"{rank}: {1 - work.bubble(rank):.0%}" for rank in sorted(work.busy))
+    peaks = ", ".join(f"{stage}: {number}" for stage, number in work.peak_microbatches.items())
+    return f"busy, by FLOPs, of rank {busy}\nmicrobatches in flight at stage {peaks}"
+
+
+def _replay(document: Document, schedule: Schedule, cost: Callable[[int], StageCost]) -> Simulation:
+    actions = [action for row in schedule.actions.values() for action in row]
+    variant = Variant(
+        computes=frozenset(action.stage for action in actions if action.kind == "F"),
+        trains=frozenset(action.stage for action in actions if action.kind == "W"),
+        boundaries=document.boundaries,
+    )
+    count = 1 + max(action.microbatch for action in actions)
+    costs = Cost({stage.index: cost(stage.index) for stage in document.stages})
+    return simulate(schedule, document.stages, [variant] * count, [costs] * count)
+
+
+def _cost(document: Document, index: int) -> StageCost:
+    nodes = stage_nodes(document, document.stages[index])
+    return StageCost(
+        forward=sum(node.forward for node in nodes),
+        input_grad=sum(node.input_grad for node in nodes),
+        weight_grad=sum(node.weight_grad for node in nodes),
+        saved_bytes=sum(node.saved for node in nodes),
+    )

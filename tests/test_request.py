@@ -1,0 +1,97 @@
+"""Requests from TOML: overrides, and the faults a user can make."""
+
+import pytest
+
+from mllm_compile.compiler.errors import RequestError
+from mllm_compile.compiler.overrides import override
+from mllm_compile.compiler.request import Request
+
+GOOD = """
+workload = "somewhere:workload"
+microbatches = 2
+[optimizer]
+lr = 1e-2
+[[module]]
+path = "encoder"
+ranks = 0
+trainable = false
+[[module]]
+path = ["projector", "decoder"]
+ranks = "1-2"
+pipeline = 2
+"""
+
+
+def load(tmp_path, text: str, *overrides: str) -> Request:
+    path = tmp_path / "request.toml"
+    path.write_text(text)
+    return Request.load(path, overrides)
+
+
+def test_overrides_reach_every_key(tmp_path) -> None:
+    request = load(
+        tmp_path,
+        GOOD,
+        "microbatches=8",
+        "optimizer.lr=1e-3",
+        "module.1.ranks='1-4'",
+        "module.1.pipeline=4",
+        "dtype=float64",
+        "compile=inductor",
+    )
+    assert (request.microbatches, request.optimizer.lr, request.dtype) == (8, 1e-3, "float64")
+    assert request.modules[1].ranks == (1, 2, 3, 4)
+    assert request.compile == "inductor"
+
+
+def test_an_override_leaves_the_table_alone() -> None:
+    table = {"optimizer": {"lr": 1.0}}
+    assert override(table, ["optimizer.lr=2", "new.key=true"]) == {
+        "optimizer": {"lr": 2},
+        "new": {"key": True},
+    }
+    assert table == {"optimizer": {"lr": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("microbatches", "like microbatches=8"),
+        ("=8", "like microbatches=8"),
+        ("microbatch=8", "key 'microbatch'"),
+        ("module.2.pipeline=4", "number below 2"),
+        ("module.first.pipeline=4", "number below 2"),
+        ("workload.x=1", "no further key"),
+        ("microbatches=0", "a whole number >= 1"),
+        ("microbatches=true", "a whole number >= 1"),
+        ("optimizer.lr=fast", "a number >= 0"),
+        ("optimizer=fast", "a table"),
+        ("module=1", r"\[\[module\]\] tables"),
+        ("module.0=1", "a dotted path"),
+        ("module.0.path=1", "a dotted path"),
+        ("module.0.ranks=1.5", "like '0-1,4'"),
+        ("module.0.ranks=zero", "like '0-1,4'"),
+        ("module.0.trainable=no", "true or false"),
+        ("module.0.ranks=1", "one module"),
+        ("module.0.ranks='0,5'", "the product of its sizes"),
+        ("module.0.tensors=2", "key 'tensors'"),
+    ],
+)
+def test_a_fault_names_file_key_and_expectation(tmp_path, change: str, message: str) -> None:
+    with pytest.raises(RequestError, match=rf"request\.toml: .*{message}"):
+        load(tmp_path, GOOD, change)
+
+
+@pytest.mark.parametrize("text", ["x = ", "\N{SNOWMAN}", '[module]\npath = "a"', ""])
+def test_bad_files_name_themselves(tmp_path, text: str) -> None:
+    with pytest.raises(RequestError, match=r"request\.toml"):
+        load(tmp_path, text)
+
+
+def test_missing_and_binary_files_name_themselves(tmp_path) -> None:
+    with pytest.raises(RequestError, match="nowhere"):
+        Request.load(tmp_path / "nowhere.toml")
+    path = tmp_path / "binary.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RequestError, match="binary"):
+        Request.load(path)
