@@ -37,7 +37,8 @@ Site = tuple[str, str, int]
 class Plan:
     """The decisions, keyed by node name of ``captured.main``.
 
-    ``needs_grad`` holds every node and placeholder whose value carries gradient. ``module_of`` maps
+    ``needs_grad`` holds every node and placeholder whose value gets a gradient in the backward of
+    the loss, ``grad_edges`` the (source, reader) pairs over which it comes. ``module_of`` maps
     every non-replicated node to the request module that runs it. ``placement`` maps every site at
     which a parameter is read to its stage: other programs of the same model (other image counts,
     no images) are cut by it, so that a parameter never moves. ``home`` maps every parameter of the
@@ -47,6 +48,7 @@ class Plan:
     request: Request
     captured: Captured
     needs_grad: frozenset[str] = frozenset()
+    grad_edges: frozenset[tuple[str, str]] = frozenset()
     costs: Mapping[str, NodeCost] = field(default_factory=dict)
     module_of: Mapping[str, int] = field(default_factory=dict)
     stages: tuple[Stage, ...] = ()

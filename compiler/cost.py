@@ -1,0 +1,77 @@
+"""What every node costs: FLOPs of forward, input gradients and weight gradients, and bytes.
+
+FLOPs are those that torch.utils.flop_counter counts (one multiply-add is two FLOPs; formulas of our
+own operators are registered there). The backward is counted operand by operand: one contraction
+for each operand that gets a gradient. dW belongs to operands that are forms of parameters, dI to
+all others. Bytes that the backward keeps count once, at the node whose result they are: a view adds
+none, and parameters and inputs are no activations.
+"""
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from mllm_compile.compiler.derivative import edges_of, forward
+from mllm_compile.compiler.flow import Flow, call_of
+from mllm_compile.compiler.graph import Graph, is_element, size_bytes, tensors_of
+from mllm_compile.compiler.plan import NodeCost
+
+Value = tuple[fx.Node, int]
+
+
+def costs(graph: Graph, flow: Flow) -> dict[str, NodeCost]:
+    """Cost of every live computing node, by name."""
+    saved = saved_bytes(graph, flow)
+    found: dict[str, NodeCost] = {}
+    for node in graph.nodes:
+        if node not in graph.live:
+            continue
+        if is_element(node):
+            found[node.name] = NodeCost(bytes=size_bytes(node))
+            continue
+        backward = flow.backwards.get(node)
+        total, inputs = (backward.flops, backward.input_flops) if backward else (0, 0)
+        found[node.name] = NodeCost(
+            forward=forward(call_of(node, flow.requires)).flops,
+            input_grad=inputs,
+            weight_grad=total - inputs,
+            bytes=size_bytes(node),
+            saved_bytes=saved.get(node, 0),
+        )
+    return found
+
+
+def saved_bytes(graph: Graph, flow: Flow) -> dict[fx.Node, int]:
+    """Bytes that the backward pass keeps of every node's result; views count at their base."""
+    bases = _bases(graph, flow)
+    kept: set[Value] = set()
+    found: dict[fx.Node, int] = {}
+    for node, backward in flow.backwards.items():
+        sources = edges_of(node)
+        kept |= {bases[sources[edge], 0] for edge in backward.saved_edges}
+        kept |= {bases[node, element] for element in backward.saved_elements}
+        if backward.saved_bytes:
+            found[node] = backward.saved_bytes
+    for node, element in kept:
+        tensor = tensors_of(node)[element]
+        if node in graph.live and node not in graph.free and tensor is not None:
+            found[node] = found.get(node, 0) + tensor.numel() * tensor.element_size()
+    return found
+
+
+def _bases(graph: Graph, flow: Flow) -> Mapping[Value, Value]:
+    """The value in whose storage each value lies."""
+    bases: dict[Value, Value] = {}
+    for node in graph.nodes:
+        own = [(node, element) for element in range(len(tensors_of(node)))]
+        if node not in graph.live:
+            bases.update(zip(own, own, strict=True))
+        elif is_element(node):
+            source, place = node.args
+            bases[node, 0] = bases[source, place]  # type: ignore[index]
+        else:
+            sources = edges_of(node)
+            alias = forward(call_of(node, flow.requires)).alias
+            for value, edge in zip(own, alias, strict=True):
+                bases[value] = value if edge is None else bases[sources[edge], 0]
+    return bases

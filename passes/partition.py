@@ -1,0 +1,137 @@
+"""Decide the stages: where every module of the request is cut, and what crosses between stages.
+
+Stages are numbered in the order of the request's modules, and every value flows to a higher number.
+Modules are cut where the simulated step is shortest, among the candidates of passes/cuts.py, one
+module after another. Sites whose stage is given (``placement``, of another program of the same
+model) keep it, so that no parameter moves; only the rest is decided.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import fx
+
+from mllm_compile.compiler.errors import RequestError, explain
+from mllm_compile.compiler.graph import Graph
+from mllm_compile.compiler.plan import Plan, Site
+from mllm_compile.passes.assemble import boundaries_of, first_stages, stages_of
+from mllm_compile.passes.cuts import Cuts, candidates
+from mllm_compile.passes.modules import assign_modules, module_of_path
+from mllm_compile.passes.score import score
+from mllm_compile.passes.units import Chain, chain
+
+NEAR = 1.02
+
+
+def partition(plan: Plan, placement: Mapping[Site, int] | None = None) -> Plan:
+    """Annotated plan -> plan with stages, boundaries, ``placement`` and ``home``."""
+    graph = Graph(plan.captured)
+    if placement is not None:
+        modules = assign_modules(graph, plan.request, placement)
+        plan = replace(plan, placement=placement, module_of=modules)
+    check_order(graph, plan)
+    pins = pinned(graph, plan)
+    chains = [chain(graph, plan, module, pins) for module in range(len(plan.request.modules))]
+    options = [candidates(each) for each in chains]
+    return _best(graph, plan, chains, options)
+
+
+def _best(graph: Graph, plan: Plan, chains: list[Chain], options: list[tuple[Cuts, ...]]) -> Plan:
+    """Module after module the candidate with the shortest step; near ties go to fewer bytes."""
+    chosen = [module[0] for module in options]
+    for module, cuts in sorted(enumerate(options), key=lambda item: -len(item[1])):
+        trials = [[*chosen[:module], cut, *chosen[module + 1 :]] for cut in cuts]
+        scores = [score(_cut(graph, plan, chains, trial)) for trial in trials]
+        shortest = min(time for time, _ in scores)
+        near = [k for k, (time, _) in enumerate(scores) if time <= shortest * NEAR]
+        chosen = trials[min(near, key=lambda k: (scores[k][1], scores[k][0]))]
+    return _cut(graph, plan, chains, chosen)
+
+
+def _cut(graph: Graph, plan: Plan, chains: list[Chain], cuts: list[Cuts]) -> Plan:
+    """The plan with every module cut at its positions."""
+    stage_of: dict[fx.Node, int] = {}
+    for first, each, positions in zip(first_stages(plan.request), chains, cuts, strict=False):
+        for place, unit in enumerate(each.units):
+            stage = first + sum(position <= place for position in positions)
+            stage_of.update(dict.fromkeys(unit.nodes, stage))
+    placement = {**plan.placement, **{site: stage_of[n] for site, n in graph.sites.items()}}
+    return replace(
+        plan,
+        stages=stages_of(graph, plan, stage_of),
+        boundaries=boundaries_of(graph, plan, stage_of),
+        placement=dict(sorted(placement.items())),
+        home=_homes(graph, plan, placement),
+    )
+
+
+def _homes(graph: Graph, plan: Plan, placement: Mapping[Site, int]) -> dict[str, int]:
+    """The one stage that accounts for each parameter: its first reader, else its module's first."""
+    firsts = first_stages(plan.request)
+    readers: dict[str, int] = {}
+    for (_, name, _), stage in placement.items():
+        readers[name] = min(stage, readers.get(name, stage))
+    homes = {}
+    for name in graph.parameters:
+        module = module_of_path(plan.request, name)
+        homes[name] = readers.get(name, firsts[module or 0])
+    return homes
+
+
+def pinned(graph: Graph, plan: Plan) -> dict[fx.Node, int]:
+    """Stage within its module of every node that reads a site whose stage is given."""
+    firsts = first_stages(plan.request)
+    pins: dict[fx.Node, int] = {}
+    for site, node in graph.sites.items():
+        if site in plan.placement:
+            stage = plan.placement[site] - firsts[plan.module_of[node.name]]
+            if pins.setdefault(node, stage) != stage:
+                raise RequestError(
+                    explain(
+                        f"%{node.name} reads parameters of two stages",
+                        expected="one stage, as another program of the same model fixed it",
+                        got=f"{pins[node]} and {stage} of its module",
+                    )
+                )
+    return pins
+
+
+def check_order(graph: Graph, plan: Plan) -> None:
+    """Values flow from module to module in the order of the request."""
+    back = [
+        (source, user)
+        for source in graph.placed
+        for user in source.users
+        if user.name in plan.module_of and plan.module_of[source.name] > plan.module_of[user.name]
+    ]
+    if not back:
+        return
+    source, user = (plan.module_of[node.name] for node in back[0])
+    names = [plan.request.modules[module].name for module in (source, user)]
+    forth = _flows(graph, plan, user, source)
+    values = [
+        f"%{a.name} ({a.meta.get('owner', '') or 'the model itself'})"
+        for a, b in back
+        if (plan.module_of[a.name], plan.module_of[b.name]) == (source, user)
+    ]
+    raise RequestError(
+        explain(
+            f"modules {names[0]} and {names[1]}",
+            expected="values to flow from a module to later ones of the request only",
+            got=f"{names[1]} reads {', '.join(values[:3])} of {names[0]}"
+            + (f", which in turn reads {', '.join(forth[:3])} of {names[1]}" if forth else ""),
+            remedy="put both under one [[module]], path being a list"
+            if forth
+            else f"list {names[0]} before {names[1]}",
+        )
+    )
+
+
+def _flows(graph: Graph, plan: Plan, source: int, target: int) -> list[str]:
+    """The values that cross from one module to another."""
+    return [
+        f"%{node.name}"
+        for node in graph.placed
+        if plan.module_of[node.name] == source
+        and any(plan.module_of.get(user.name) == target for user in node.users)
+    ]

@@ -1,0 +1,34 @@
+"""The passes, in order, and the laws that each of them establishes."""
+
+from collections.abc import Mapping, Sequence
+
+from mllm_compile.compiler.captured import Captured
+from mllm_compile.compiler.pass_runner import Observer, Pass, run_passes
+from mllm_compile.compiler.plan import Plan, Site
+from mllm_compile.compiler.request import Request
+from mllm_compile.passes import invariants
+from mllm_compile.passes.annotate import annotate
+from mllm_compile.passes.partition import partition
+from mllm_compile.passes.schedule import schedule
+
+PASSES = (
+    Pass(annotate, invariants.ANNOTATE),
+    Pass(partition, invariants.PARTITION),
+    Pass(schedule, invariants.SCHEDULE),
+)
+
+
+def make_plan(
+    request: Request,
+    captured: Captured,
+    placement: Mapping[Site, int] | None = None,
+    stop_after: str | None = None,
+    observers: Sequence[Observer] = (),
+) -> Plan:
+    """All decisions about one captured program.
+
+    ``placement`` is that of another program's plan for the same model and request: the sites it
+    names stay in their stages. Raises RequestError where the request cannot be honoured.
+    """
+    plan = Plan(request, captured, placement=dict(placement or {}))
+    return run_passes(PASSES, plan, stop_after=stop_after, observers=observers)

@@ -1,0 +1,184 @@
+"""Decide in which order one module's nodes stand, and between which of them it may be cut.
+
+A *unit* is what stays together: a node with the elements taken from its tuple, the weight nodes it
+reads first, and the glue that sinks to it. Units keep the order of the graph. Sites whose stage is
+given pin their units; every unit then has a lowest and a highest stage, which grow along the
+dataflow, so that ordering by them first keeps the order topological and makes the pins monotone.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch import fx
+
+from mllm_compile.compiler.errors import RequestError, explain
+from mllm_compile.compiler.graph import Graph, is_element, size_bytes
+from mllm_compile.compiler.plan import Plan
+from mllm_compile.passes.modules import sinks
+
+Floats = npt.NDArray[np.float64]
+
+
+class Unit(NamedTuple):
+    """Nodes that stay together, and the stages of the module (from 0) that may run them."""
+
+    nodes: tuple[fx.Node, ...]
+    lowest: int
+    highest: int
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The units of one module in order, to be cut into ``stages`` consecutive parts.
+
+    ``work[i]`` are the FLOPs (F + dI + dW) of unit i. ``crossing[p]`` are the bytes that cross a
+    cut before unit p, forward and backward. Cut c must lie in ``windows[c]``, ends included.
+    """
+
+    name: str
+    units: tuple[Unit, ...]
+    stages: int
+    work: Floats = field(repr=False)
+    crossing: Floats = field(repr=False)
+    pinned: bool
+
+    @property
+    def windows(self) -> tuple[tuple[int, int], ...]:
+        """Where every cut may lie: all that must be before it is, nothing that must not."""
+        windows = []
+        for cut in range(self.stages - 1):
+            before = [place for place, unit in enumerate(self.units) if unit.highest <= cut]
+            after = [place for place, unit in enumerate(self.units) if unit.lowest > cut]
+            low = before[-1] + 1 if before else 0
+            windows.append((low, after[0] if after else len(self.units)))
+        return tuple(windows)
+
+
+def chain(graph: Graph, plan: Plan, module: int, pins: Mapping[fx.Node, int]) -> Chain:
+    """Order the nodes of one module; ``pins`` gives the stage (from 0) of site-reading nodes."""
+    own = [node for node in graph.placed if plan.module_of[node.name] == module]
+    spec = plan.request.modules[module]
+    units = _Order(graph, plan, own, pins, spec.parallel.pipeline, spec.name).units()
+    return Chain(
+        name=spec.name,
+        units=units,
+        stages=spec.parallel.pipeline,
+        work=np.array([sum(plan.costs[n.name].total for n in u.nodes) for u in units], float),
+        crossing=_crossing(graph, plan, units),
+        pinned=any(node in pins for node in own),
+    )
+
+
+class _Order:
+    """Groups of nodes (by leader), their place, and the stages that may run them."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        plan: Plan,
+        own: list[fx.Node],
+        pins: Mapping[fx.Node, int],
+        stages: int,
+        name: str,
+    ) -> None:
+        self.graph, self.pins, self.name = graph, pins, name
+        inside = set(own)
+        self.leader: dict[fx.Node, fx.Node] = {}
+        self.members: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for node in own:
+            reader = graph.reader[node]
+            self.leader[node] = reader if reader in inside else node
+        for node in own:
+            if is_element(node):
+                self.leader[node] = self.leader[node.all_input_nodes[0]]
+            self.members[self.leader[node]].append(node)
+        self.leaders = sorted(self.members, key=graph.index.__getitem__)
+        self.sinking = {node for node in self.leaders if sinks(graph, plan.request, node)}
+        self.place = self._places()
+        self.lowest, self.highest = self._bounds(stages)
+
+    def units(self) -> tuple[Unit, ...]:
+        """Groups in order; those that must stay together become one unit."""
+
+        def bounds(node: fx.Node) -> tuple[int, int, int]:
+            return self.lowest[node], self.highest[node], self.place[node]
+
+        ordered = sorted(self.leaders, key=lambda node: (*bounds(node), self.graph.index[node]))
+        return tuple(
+            Unit(tuple(member for node in group for member in self.members[node]), lowest, highest)
+            for (lowest, highest, _), group in groupby(ordered, bounds)
+        )
+
+    def _readers(self, leader: fx.Node) -> set[fx.Node]:
+        return self._around(leader, (u for n in self.members[leader] for u in n.users))
+
+    def _sources(self, leader: fx.Node) -> set[fx.Node]:
+        return self._around(leader, (s for n in self.members[leader] for s in n.all_input_nodes))
+
+    def _around(self, leader: fx.Node, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+        return {self.leader[node] for node in nodes if node in self.leader} - {leader}
+
+    def _places(self) -> dict[fx.Node, int]:
+        """Own place in the graph; glue takes that of its first reader."""
+        place: dict[fx.Node, int] = {}
+        for node in reversed(self.leaders):
+            readers = self._readers(node) if node in self.sinking else ()
+            place[node] = min((place[reader] for reader in readers), default=self.graph.index[node])
+        return place
+
+    def _bounds(self, stages: int) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
+        lowest: dict[fx.Node, int] = {}
+        highest: dict[fx.Node, int] = {}
+        for node in self.leaders:
+            sources = [lowest[source] for source in self._sources(node)]
+            lowest[node] = max(sources, default=0)
+            if node in self.pins:
+                self._check(node, lowest[node], self.pins[node])
+                lowest[node] = self.pins[node]
+        for node in reversed(self.leaders):
+            readers = self._readers(node)
+            if readers and node in self.sinking and node not in self.pins:
+                lowest[node] = max(lowest[node], min(lowest[reader] for reader in readers))
+            limit = min((highest[reader] for reader in readers), default=stages - 1)
+            highest[node] = self.pins.get(node, limit)
+        return lowest, highest
+
+    def _check(self, node: fx.Node, lowest: int, pin: int) -> None:
+        if lowest > pin:
+            raise RequestError(
+                explain(
+                    f"{self.name}: %{node.name} ({node.meta.get('owner', '')})",
+                    expected=f"inputs from its own stage {pin} of the module, or earlier ones",
+                    got=f"some from stage {lowest}",
+                    remedy="another program of the same model fixed these stages; "
+                    "plan this program first, or give the module pipeline = 1",
+                )
+            )
+
+
+def _crossing(graph: Graph, plan: Plan, units: tuple[Unit, ...]) -> Floats:
+    """Bytes over a cut before every unit: of values read on both sides of where they are made.
+
+    A value of another module counts between its first and its last reader: a cut there makes it
+    cross twice. One byte per value lets one value win over several of the same size.
+    """
+    place = {node: index for index, unit in enumerate(units) for node in unit.nodes}
+    change = np.zeros(len(units) + 1)
+    sources = dict.fromkeys(source for node in place for source in node.all_input_nodes)
+    placed = set(graph.placed)
+    for node in sources:
+        if node not in placed or any(is_element(user) for user in node.users):
+            continue
+        readers = [place[user] for user in node.users if user in place]
+        if not readers:
+            continue
+        backward = any((node.name, user.name) in plan.grad_edges for user in node.users)
+        size = size_bytes(node) * (2 if backward else 1) + 1
+        change[place.get(node, min(readers))] += size
+        change[max(readers)] -= size
+    return np.concatenate([[0.0], np.cumsum(change)[:-1]])
