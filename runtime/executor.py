@@ -6,19 +6,20 @@ step may be of different variants, with other image counts or without a modality
 """
 
 import math
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
-from mllm_compile.compiler.action import Action
+from mllm_compile.compiler.action import Action, Schedule
 from mllm_compile.compiler.captured import Prepared
 from mllm_compile.compiler.errors import RunError, explain
 from mllm_compile.compiler.program import Segment, StageProgram, Transfer
 from mllm_compile.runtime.live import LiveValues, Value, uses_of
 from mllm_compile.runtime.measures import HostReads, Measures, live_bytes, storages
+from mllm_compile.runtime.outbox import Outbox
 from mllm_compile.runtime.state import State
 from mllm_compile.runtime.transport import (
     Handle,
@@ -45,10 +46,6 @@ class Executor:
         state: parameters, buffers and gradients of this rank's stages.
         rank_of: the rank of every stage.
         names: what to call each stage in messages, such as its module's path.
-        window: how many microbatches may be on their way to one peer before the rank waits. The
-            default, the number of stages, is what a pipeline can have in flight: it never makes a
-            rank wait for one that waits for it, and it keeps a stage without backward from running
-            ahead of its consumers without bound.
         publish: called with a short text before every action, for whoever watches the rank.
     """
 
@@ -59,18 +56,16 @@ class Executor:
         rank_of: Mapping[int, int],
         *,
         names: Mapping[int, str] | None = None,
-        window: int | None = None,
         publish: Callable[[str], None] | None = None,
     ) -> None:
         self.transport, self.state, self.rank_of = transport, state, dict(rank_of)
         self.names = dict(names or {})
-        self.window = window or max(1, len(self.rank_of))
         self.publish = publish or (lambda text: None)
         self._uses: dict[int, tuple[StageProgram, Counter[str]]] = {}
 
     def step(
         self,
-        actions: Sequence[Action],
+        schedule: Schedule,
         programs: Sequence[Mapping[int, StageProgram]],
         prepared: Sequence[Prepared],
         *,
@@ -80,7 +75,7 @@ class Executor:
         """Run the actions of one step; gradients are added to ``state``.
 
         Args:
-            actions: this rank's, in order.
+            schedule: of all ranks; this one runs its own actions and keeps the windows.
             programs: per microbatch, this rank's stages by index.
             prepared: per microbatch, the values of its inputs.
             number: of the step, for messages.
@@ -90,10 +85,10 @@ class Executor:
             RunError: an action failed; names rank, stage and action. PeerLostError if it failed
                 only because another rank is gone.
         """
-        step = _Step(self, programs, prepared, measure)
+        step = _Step(self, schedule, programs, prepared, measure)
         reads = HostReads() if measure else None
         with torch.no_grad(), reads or nullcontext():
-            for action in actions:
+            for action in schedule.actions[self.transport.rank]:
                 self.publish(f"{action} of step {number}")
                 try:
                     _HANDLERS[action.kind](step, action, step.table(action).program)
@@ -101,7 +96,7 @@ class Executor:
                     raise self._explained(action, number, error) from error
                 step.observe()
             self.publish(f"the last sends of step {number}")
-            step.drain(0)
+            step.outbox.finish()
         if reads is not None:
             step.measures.host_reads = reads.count
         return StepResult(step.losses, step.measures)
@@ -126,12 +121,26 @@ class Executor:
         )
 
 
+@dataclass(frozen=True)
+class _Arrival:
+    """The receive of one value; its end tells the outbox."""
+
+    handle: Handle
+    outbox: Outbox
+    action: Action
+
+    def wait(self) -> None:
+        self.handle.wait()
+        self.outbox.arrived(self.action)
+
+
 class _Step:
     """The state of one step: live values by (stage, microbatch), sends under way, results."""
 
     def __init__(
         self,
         executor: Executor,
+        schedule: Schedule,
         programs: Sequence[Mapping[int, StageProgram]],
         prepared: Sequence[Prepared],
         measure: bool,
@@ -139,7 +148,7 @@ class _Step:
         self.executor, self.programs, self.prepared = executor, programs, prepared
         self.transport, self.state = executor.transport, executor.state
         self.live: dict[tuple[int, int], LiveValues] = {}
-        self.sends: dict[tuple[str, int], deque[list[Handle]]] = defaultdict(deque)
+        self.outbox = Outbox(schedule, executor.transport.rank)
         self.losses: dict[int, torch.Tensor] = {}
         self.measures = Measures(peak_live_bytes=0 if measure else None)
 
@@ -151,8 +160,13 @@ class _Step:
             if program is None:
                 raise RunError(explain(f"stage {action.stage}", expected="a program on this rank"))
             uses = self.executor.uses_of(program)
-            self.live[key] = LiveValues(program, uses, self.transport.device)
+            self.live[key] = LiveValues(program, uses)
         return self.live[key]
+
+    def forward(self, segment: Segment, action: Action) -> None:
+        """Keep the stage's window, then run."""
+        self.outbox.forward_starts(action)
+        self.run(segment, action)
 
     def run(self, segment: Segment | None, action: Action) -> None:
         """Read the inputs, call the graph, store the outputs, drop what is used up."""
@@ -199,7 +213,7 @@ class _Step:
         table.store(name, value)
 
     def send(self, transfers: Iterable[Transfer], action: Action) -> None:
-        """Start to send a transfer's values; wait first if too many are under way."""
+        """Start to send a transfer's values."""
         transfer, peer = self.find(transfers, action)
         table = self.table(action)
         forward = action.kind == "SEND_F"
@@ -212,8 +226,7 @@ class _Step:
             handles.append(self.transport.send(tensor, peer))
             self.measures.count_send(tensor, forward=forward)
         table.used(transfer)
-        self.sends[action.kind, peer].append(handles)
-        self.drain(self.executor.window, (action.kind, peer))
+        self.outbox.sent(action, handles)
 
     def receive(self, transfers: Iterable[Transfer], action: Action) -> None:
         """Post the receives of a transfer; whoever reads the values waits for them."""
@@ -221,7 +234,7 @@ class _Step:
         table = self.table(action)
         for name, spec in zip(transfer.values, transfer.specs, strict=True):
             buffer, value = receive_buffer(spec, self.transport.device)
-            handle = self.transport.receive(buffer, peer)
+            handle = _Arrival(self.transport.receive(buffer, peer), self.outbox, action)
             table.expect(name, transfer.peer, handle, value)
 
     def find(self, transfers: Iterable[Transfer], action: Action) -> tuple[Transfer, int]:
@@ -230,15 +243,6 @@ class _Step:
             if transfer.peer == action.peer:
                 return transfer, self.executor.rank_of[transfer.peer]
         raise RunError(explain(f"stage {action.stage}", expected=f"a transfer for {action}"))
-
-    def drain(self, window: int, channel: tuple[str, int] | None = None) -> None:
-        """Wait until at most ``window`` sends are under way (on ``channel``, or on each)."""
-        for key in (channel,) if channel else tuple(self.sends):
-            under_way = self.sends[key]
-            while len(under_way) > window:
-                for handle in under_way[0]:
-                    handle.wait()
-                under_way.popleft()
 
     def observe(self) -> None:
         """Track the peak of live bytes, if asked to measure."""
@@ -253,7 +257,7 @@ class _Step:
 
 
 _HANDLERS: Mapping[str, Callable[[_Step, Action, StageProgram], None]] = {
-    "F": lambda step, action, program: step.run(program.forward, action),
+    "F": lambda step, action, program: step.forward(program.forward, action),
     "I": lambda step, action, program: step.run(program.input_grad, action),
     "W": lambda step, action, program: step.run(program.weight_grad, action),
     "SEND_F": lambda step, action, program: step.send(program.sends_forward, action),

@@ -31,9 +31,8 @@ def uses_of(program: StageProgram) -> Counter[str]:
 class LiveValues:
     """The table of one (stage, microbatch)."""
 
-    def __init__(self, program: StageProgram, uses: Counter[str], device: torch.device) -> None:
+    def __init__(self, program: StageProgram, uses: Counter[str]) -> None:
         self.program = program
-        self._device = device
         self._uses = Counter(uses)
         self._values: dict[str, Value] = {}
         self._arriving: dict[tuple[str, int], tuple[Handle, torch.Tensor]] = {}
@@ -57,8 +56,7 @@ class LiveValues:
         """The value of ``name``; waits for its transfers, sums gradients of several consumers."""
         value = self._values.get(name)
         if value is None:
-            value = self._received(name) if name in self._senders else self._absent(name)
-            self._values[name] = value
+            value = self._values[name] = self._received(name)
         return value
 
     def used(self, segment: Segment | Transfer) -> None:
@@ -78,19 +76,12 @@ class LiveValues:
 
     def _received(self, name: str) -> torch.Tensor:
         total: Value = None
-        for peer in self._senders[name]:
+        for peer in self._senders.get(name, ()):
             if (name, peer) not in self._arriving:
                 raise RunError(explain(name, expected=f"a receive from stage {peer} before it"))
             handle, value = self._arriving.pop((name, peer))
             handle.wait()
             total = value if total is None else total.add_(value)
-        assert total is not None
+        if total is None:
+            raise RunError(explain(f"value {name}", expected="to be computed or received before"))
         return total
-
-    def _absent(self, name: str) -> torch.Tensor:
-        """Zeros for the gradient of a sent value that no consumer differentiates."""
-        for transfer in self.program.sends_forward:
-            for value, spec in zip(transfer.values, transfer.specs, strict=True):
-                if name == f"d{value}":
-                    return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
-        raise RunError(explain(f"value {name}", expected="to be computed or received before"))

@@ -7,114 +7,33 @@ import pytest
 import torch
 from torch import nn
 
-from mllm_compile.compiler.action import Action
+from mllm_compile.compiler.action import Action, Schedule
 from mllm_compile.compiler.errors import RunError
 from mllm_compile.compiler.program import StageProgram
-from mllm_compile.runtime.executor import Executor, StepResult
+from mllm_compile.runtime.executor import StepResult
 from mllm_compile.runtime.local_transport import LocalTransport, run_threads
 from mllm_compile.runtime.state import State
-from tests.stage_programs import HandStage, Values, lower, prepared, schedule
-
-WIDTH = 4
-WARM_UP = {0: 2, 1: 1, 2: 0}
-
-
-def encoder(v: Values) -> Values:
-    return {
-        "%h": torch.tanh(v["x:batch:pixels"] @ v["p:vision"]),
-        "%where": v["x:batch:pixels"].argmax(1),
-    }
-
-
-def first_half(v: Values) -> Values:
-    return {"%a": torch.tanh(v["%h"] @ v["p:tied"] + v["x:batch:tokens"])}
-
-
-def first_half_of_text(v: Values) -> Values:
-    return {"%a": torch.tanh(v["x:batch:tokens"] @ v["p:tied"])}
-
-
-def second_half(v: Values) -> Values:
-    picked = v["%h"].gather(1, v["%where"][:, None])
-    return {"%loss": ((v["%a"] @ v["p:tied"]) * v["p:scale"] + picked).square().sum()}
-
-
-def second_half_of_text(v: Values) -> Values:
-    return {"%loss": ((v["%a"] @ v["p:tied"]) * v["p:scale"]).square().sum()}
-
-
-STAGES = (
-    HandStage(0, encoder, ("x:batch:pixels", "p:vision"), ("%h", "%where")),
-    HandStage(1, first_half, ("%h", "p:tied", "x:batch:tokens"), ("%a",)),
-    HandStage(2, second_half, ("%a", "%h", "%where", "p:tied", "p:scale"), ("%loss",), "%loss"),
-)
-TEXT_STAGES = (
-    HandStage(1, first_half_of_text, ("p:tied", "x:batch:tokens"), ("%a",)),
-    HandStage(2, second_half_of_text, ("%a", "p:tied", "p:scale"), ("%loss",), "%loss"),
-)
-HELD_BY = {0: ("vision",), 1: ("tied",), 2: ("tied", "scale")}
-
-
-def model(frozen: Sequence[str] = ()) -> dict[str, nn.Parameter]:
-    torch.manual_seed(0)
-    shapes = {"vision": (3, WIDTH), "tied": (WIDTH, WIDTH), "scale": (WIDTH,)}
-    return {
-        name: nn.Parameter(torch.randn(shape, dtype=torch.float64), name not in frozen)
-        for name, shape in shapes.items()
-    }
-
-
-def batches(rows: Sequence[int | None]) -> list[tuple[tuple[HandStage, ...], Values]]:
-    """One microbatch per entry: its number of rows, or None for one without pixels."""
-    made = []
-    for count in rows:
-        tokens = torch.randn(count if count is not None else 2, WIDTH, dtype=torch.float64)
-        values = {"x:batch:tokens": tokens}
-        if count is not None:
-            values["x:batch:pixels"] = torch.randn(count, 3, dtype=torch.float64)
-        made.append((STAGES if count is not None else TEXT_STAGES, values))
-    return made
-
-
-def plain(parameters: Mapping[str, nn.Parameter], work: list) -> list[torch.Tensor]:
-    """The stages one after another, differentiated by autograd."""
-    losses = []
-    for stages, values in work:
-        known = {**values, **{f"p:{name}": value for name, value in parameters.items()}}
-        for stage in stages:
-            known.update(stage.function(known))
-        if known["%loss"].requires_grad:
-            known["%loss"].backward()
-        losses.append(known["%loss"].detach())
-    return losses
+from tests.stage_programs import lower
+from tests.three_stages import HELD_BY, WIDTH, Work, batches, model, plain, plan_of, run_rank
 
 
 def run_ranks(
     parameters: Mapping[str, nn.Parameter],
-    work: list,
+    work: Work,
     *,
     delay: Callable[[], float] | None = None,
     corrupt: Callable[[int, list[Action]], Sequence[Action]] | None = None,
-    window: int | None = None,
+    windows: Mapping[int, int] | None = None,
 ) -> tuple[list[StepResult], list[State], list[dict[int, StageProgram]]]:
     """One step of the three stages, each on a thread."""
     programs = [lower(stages, parameters, values) for stages, values in work]
-    inputs = [prepared(values) for _, values in work]
+    plan = plan_of(programs, windows)
+    if corrupt is not None:
+        actions = {rank: tuple(corrupt(rank, list(own))) for rank, own in plan.actions.items()}
+        plan = Schedule(actions, plan.windows)
 
     def rank_main(transport: LocalTransport) -> tuple[StepResult, State]:
-        rank = transport.rank
-        own = {
-            name: nn.Parameter(parameters[name].detach().clone(), parameters[name].requires_grad)
-            for name in HELD_BY[rank]
-        }
-        state = State(own, {}, {"tied": (1, 2)})
-        executor = Executor(transport, state, {0: 0, 1: 1, 2: 2}, window=window)
-        actions: Sequence[Action] = schedule(rank, programs, WARM_UP[rank])
-        if corrupt is not None:
-            actions = corrupt(rank, list(actions))
-        result = executor.step(actions, programs, inputs, number=7, measure=True)
-        state.finish(transport)
-        return result, state
+        return run_rank(transport, parameters, work, programs=programs, plan=plan)
 
     results = run_threads(3, rank_main, delay=delay)
     return [r for r, _ in results], [s for _, s in results], programs
@@ -198,7 +117,7 @@ def test_nothing_flows_back_over_a_frozen_edge() -> None:
 
 def test_a_narrow_window_does_not_hang() -> None:
     work = batches([2] * 8)
-    results, _, _ = run_ranks(model(["vision"]), work, window=2)
+    results, _, _ = run_ranks(model(["vision"]), work, windows={0: 2})
     assert len(results[2].losses) == 8
 
 

@@ -1,0 +1,94 @@
+"""What the tests call on ranks that are processes."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+
+from mllm_compile.compiler.errors import GuardError
+from mllm_compile.runtime.distributed_transport import DistributedTransport
+from mllm_compile.runtime.rank_main import RankContext
+from mllm_compile.runtime.transport import PeerLostError
+from tests.three_stages import batches, model, run_rank
+
+CPU = torch.device("cpu")
+CHANNELS = [(0, 1), (0, 2), (1, 2), (1, 0), (2, 0), (2, 1)]
+
+
+def echo(context: RankContext, payload: Any) -> Any:
+    print(f"hello from {context.rank}")
+    return {"rank": context.rank, "payload": payload, "tensor": torch.full((2,), context.rank)}
+
+
+def transfers(context: RankContext, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Every tensor goes up from rank 0 to 1 and back, both directions at once."""
+    transport = DistributedTransport(CPU, CHANNELS[:1])
+    peer = 1 - context.rank
+    got = [torch.empty_like(t).contiguous() for t in tensors]
+    handles = [transport.receive(buffer, peer) for buffer in got]
+    handles += [transport.send(t.contiguous(), peer) for t in tensors]
+    for handle in handles:
+        handle.wait()
+    parts = transport.all_gather(torch.tensor([float(context.rank)]))
+    transport.close()
+    return [*got, *parts]
+
+
+def pipeline(context: RankContext, rows: list[int | None]) -> Any:
+    transport = DistributedTransport(CPU, CHANNELS)
+    result, state = run_rank(transport, model(), batches(rows))
+    transport.close()
+    grads = {name: parameter.grad for name, parameter in state.parameters.items()}
+    return dict(result.losses), grads, result.measures
+
+
+def fails(context: RankContext, payload: dict[str, Any]) -> None:
+    """One rank of a running pipeline misbehaves in the middle of a step."""
+    context.label(f"stage {context.rank}, model.part{context.rank}")
+    transport = DistributedTransport(CPU, CHANNELS)
+
+    def publish(text: str) -> None:
+        context.publish(text)
+        if context.rank == payload["rank"] and text.startswith(payload["at"]):
+            misbehave(payload["how"])
+
+    for _ in range(1000):
+        run_rank(transport, model(), batches([2, 3, 1]), publish=publish)
+
+
+def misbehave(how: str) -> None:
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "exit":
+        print("about to leave")
+        os._exit(3)
+    if how == "raise":
+        raise ValueError("a broken sample")
+    if how == "guard":
+        raise GuardError("microbatch 1: expected 3 images, got 4")
+    if how == "hang":
+        print("hanging", flush=True)
+        time.sleep(1000)
+
+
+def sleeps(context: RankContext, payload: Any) -> None:
+    context.publish("sleeping")
+    time.sleep(1000)
+
+
+def survives(context: RankContext, payload: Any) -> str:
+    """What the survivor of a dead peer is told, without any launcher's help."""
+    transport = DistributedTransport(CPU, CHANNELS)
+
+    def publish(text: str) -> None:
+        if context.rank == 1 and text.startswith("1F2"):
+            time.sleep(0.5)
+            os._exit(0)
+
+    try:
+        run_rank(transport, model(), batches([2, 3, 1]), publish=publish)
+    except PeerLostError as error:
+        return str(error)
+    return "nothing"
