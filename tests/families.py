@@ -5,9 +5,15 @@ and where their images or clips stand; ``MODULES[name]`` names the parts of its 
 order. Random weights, no dropout.
 """
 
-from tests import families_audio, families_composite, families_grid, families_image
+from tests import families_audio, families_composite, families_grid, families_image, families_more
 from tests.registry import FAMILIES, MODULES
 
 __all__ = ["FAMILIES", "MODULES"]
 
-_REGISTERED = (families_image, families_grid, families_audio, families_composite)
+_REGISTERED = (
+    families_image,
+    families_grid,
+    families_audio,
+    families_composite,
+    families_more,
+)

@@ -71,7 +71,7 @@ def llava_next() -> Made:
     return hf.LlavaNextForConditionalGeneration(config), make(build)
 
 
-@family("model.vision_tower", "model.multi_modal_projector", ("model.language_model", "lm_head"))
+@family(*LLAVA)
 def internvl() -> Made:
     config = hf.InternVLConfig(
         vision_config=vision_config(image_size=[56, 56], patch_size=[14, 14]),

@@ -15,7 +15,13 @@ FIRST_WORD = 20
 COUNT = 8
 
 Sample = dict[str, Tensor]
-PER_TOKEN = {"input_ids": PAD, "labels": -100, "token_type_ids": 0, "mm_token_type_ids": 0}
+PER_TOKEN = {
+    "input_ids": PAD,
+    "labels": -100,
+    "token_type_ids": 0,
+    "mm_token_type_ids": 0,
+    "cross_attention_mask": 0,
+}
 
 
 def generator(index: int, salt: int = 0) -> torch.Generator:
@@ -72,4 +78,5 @@ def collate(samples: Sequence[Sample]) -> dict[str, object]:
 
 
 def _pad(values: Tensor, length: int, value: int) -> Tensor:
-    return torch.nn.functional.pad(values, (0, length - len(values)), value=value)
+    rest = (0, 0) * (values.dim() - 1)
+    return torch.nn.functional.pad(values, (*rest, 0, length - len(values)), value=value)

@@ -182,12 +182,19 @@ def evaluate(
 
 
 def _map_over_indices(function: Callable[..., Any], indices: Sequence[Tensor]) -> Tensor:
+    """``function`` of every combination of scalar indices.
+
+    The kernel of an operator runs with the dispatch keys of function transforms switched off; vmap
+    needs them back.
+    """
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     for position in reversed(range(len(indices))):
         axes = tuple(0 if position == i else None for i in range(len(indices)))
         function = torch.vmap(function, in_dims=axes)
-    with TransformGetItemToIndex():
+    kept = torch._C._dispatch_tls_local_include_set()
+    nothing = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+    with torch._C._ForceDispatchKeyGuard(kept, nothing), TransformGetItemToIndex():
         return torch.as_tensor(function(*indices))
 
 
