@@ -54,7 +54,7 @@ def saved_bytes(graph: Graph, flow: Flow) -> dict[fx.Node, int]:
             found[node] = backward.saved_bytes
     for node, element in kept:
         tensor = tensors_of(node)[element]
-        if node in graph.live and node not in graph.free and tensor is not None:
+        if node in graph.live and tensor is not None:
             found[node] = found.get(node, 0) + tensor.numel() * tensor.element_size()
     return found
 

@@ -1,42 +1,52 @@
-"""What a partition is worth: the time of one 1F1B step, for comparing partitions with each other.
+"""What a partition is worth: the simulated time of one step, for comparing partitions.
 
-Nominal machine: an accelerator that does 400 TFLOP/s, and links of 50 GB/s between ranks.
+A nominal machine stands for the real one: only the ratio of its two figures matters, and only where
+balance and bytes pull in different directions.
 """
 
 from mllm_compile.compiler.plan import Plan
+from mllm_compile.compiler.simulate import Cost, Link, StageCost, simulate
 from mllm_compile.compiler.stage import Stage
+from mllm_compile.passes.schedule import make_schedule, variant_of
 
 FLOPS_PER_SECOND = 400e12
-BYTES_PER_SECOND = 50e9
-
-
-def stage_work(plan: Plan, stage: Stage) -> tuple[int, int, int]:
-    """FLOPs of one microbatch on a stage: F, dI, dW, replicated nodes included."""
-    costs = [plan.costs[name] for name in (*stage.nodes, *stage.replicated)]
-    return (
-        sum(cost.forward for cost in costs),
-        sum(cost.input_grad for cost in costs),
-        sum(cost.weight_grad for cost in costs),
-    )
+LINK = Link(bandwidth=50e9)
 
 
 def score(plan: Plan) -> tuple[float, int]:
-    """Seconds of a step, and bytes that cross boundaries for one microbatch.
+    """Simulated seconds of a step, and bytes that cross boundaries for one microbatch."""
+    cost = cost_of(plan)
+    variants = [variant_of(plan)] * plan.request.microbatches
+    schedule = make_schedule(plan.stages, variants)
+    step = simulate(schedule, plan.stages, variants, [cost] * len(variants), LINK)
+    return step.step_time, sum(map(sum, cost.boundaries.values()))
 
-    The longest path of one microbatch, and the busiest stage for each further one.
-    """
-    work = {s.index: sum(stage_work(plan, s)) / FLOPS_PER_SECOND for s in plan.stages}
-    moved = {
-        (b.source, b.target): sum(plan.costs[v].bytes for v in (*b.values, *b.gradients))
-        for b in plan.boundaries
-    }
-    longest: dict[int, float] = {}
-    for stage in reversed(plan.stages):
-        after = [
-            longest[target] + size / BYTES_PER_SECOND
-            for (source, target), size in moved.items()
-            if source == stage.index
-        ]
-        longest[stage.index] = work[stage.index] + max(after, default=0.0)
-    further = plan.request.microbatches - 1
-    return max(longest.values()) + further * max(work.values()), sum(moved.values())
+
+def cost_of(plan: Plan) -> Cost:
+    """Nominal seconds of every stage and bytes over every boundary, for one microbatch."""
+    return Cost(
+        {stage.index: stage_cost(plan, stage) for stage in plan.stages},
+        {
+            (b.source, b.target): (_bytes(plan, b.values), _bytes(plan, b.gradients))
+            for b in plan.boundaries
+        },
+    )
+
+
+def stage_cost(plan: Plan, stage: Stage) -> StageCost:
+    """Nominal seconds of a stage's F, I and W; a stage that sends no gradient does all in W."""
+    costs = [plan.costs[name] for name in (*stage.nodes, *stage.replicated)]
+    inputs = sum(cost.input_grad for cost in costs)
+    weights = sum(cost.weight_grad for cost in costs)
+    if not any(b.target == stage.index and b.gradients for b in plan.boundaries):
+        inputs, weights = 0, inputs + weights
+    return StageCost(
+        forward=sum(cost.forward for cost in costs) / FLOPS_PER_SECOND,
+        input_grad=inputs / FLOPS_PER_SECOND,
+        weight_grad=weights / FLOPS_PER_SECOND,
+        saved_bytes=sum(cost.saved_bytes for cost in costs),
+    )
+
+
+def _bytes(plan: Plan, values: tuple[str, ...]) -> int:
+    return sum(plan.costs[value].bytes for value in values)
