@@ -8,8 +8,12 @@ from typing import Any
 import torch
 
 from mllm_compile.compiler.errors import GuardError
+from mllm_compile.compiler.request import Optimizer
+from mllm_compile.runtime import checkpoint
 from mllm_compile.runtime.distributed_transport import DistributedTransport
+from mllm_compile.runtime.optimizer import make_optimizer
 from mllm_compile.runtime.rank_main import RankContext
+from mllm_compile.runtime.state import State
 from mllm_compile.runtime.transport import PeerLostError
 from tests.three_stages import batches, model, run_rank
 
@@ -92,3 +96,25 @@ def survives(context: RankContext, payload: Any) -> str:
     except PeerLostError as error:
         return str(error)
     return "nothing"
+
+
+def checkpointed(context: RankContext, payload: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Take a step of AdamW or load one into other numbers, save; returns the rank's tensors."""
+    transport = DistributedTransport(CPU)
+    full = model()
+    state = State({name: full[name] for name in payload["split"][context.rank]})
+    optimizer = make_optimizer(Optimizer("AdamW", lr=0.1), state.parameters)
+    assert optimizer is not None
+    for parameter in state.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    if payload["source"] is not None:
+        optimizer.step()
+        path = checkpoint.checkpoints(payload["source"])[-1]
+        checkpoint.load(path, state, optimizer, rank=context.rank)
+    checkpoint.save(payload["target"], 1, state, optimizer, rank=context.rank)
+    transport.close()
+    found = {name: value.detach() for name, value in state.parameters.items()}
+    for name, parameter in state.parameters.items():
+        found.update({f"{name} {k}": value for k, value in optimizer.state[parameter].items()})
+    return found

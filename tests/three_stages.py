@@ -119,12 +119,17 @@ def run_rank(
     programs: Sequence[Mapping[int, StageProgram]] | None = None,
     plan: Schedule | None = None,
     publish: Callable[[str], None] | None = None,
+    state: State | None = None,
 ) -> tuple[StepResult, State]:
-    """One step, number 7, of this rank's stage, and the sum of tied gradients."""
+    """One step, number 7, of this rank's stage.
+
+    Without a ``state`` it makes one from the parameters and sums the tied gradients.
+    """
     programs = programs or [lower(stages, parameters, values) for stages, values in work]
-    state = state_of(transport.rank, parameters)
-    executor = Executor(transport, state, {0: 0, 1: 1, 2: 2}, publish=publish)
+    own = state or state_of(transport.rank, parameters)
+    executor = Executor(transport, own, {0: 0, 1: 1, 2: 2}, publish=publish)
     inputs = [prepared(values) for _, values in work]
     result = executor.step(plan or plan_of(programs), programs, inputs, number=7, measure=True)
-    state.finish(transport)
-    return result, state
+    if state is None:
+        own.finish(transport)
+    return result, own
