@@ -1,0 +1,110 @@
+"""One trace of the forward, under everything that makes it possible; all undone afterwards."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from mllm_compile.compiler.captured import Input
+from mllm_compile.passes.capture.attention import attention_interfaces
+from mllm_compile.passes.capture.candidates import Candidates
+from mllm_compile.passes.capture.entries import Entries
+from mllm_compile.passes.capture.hf_eager import eager_path
+from mllm_compile.passes.capture.hoisting import Hoister, intercepted
+from mllm_compile.passes.capture.host_reads import HostReads
+from mllm_compile.passes.capture.lift import lifted
+from mllm_compile.passes.capture.opaque_function import opaque_functions
+from mllm_compile.passes.capture.shadow_mode import ShadowMode
+from mllm_compile.passes.capture.tracing import FakeTensorMode, fake_like, reparametrize, trace
+
+Outputs = Callable[[Any], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class ForwardTrace:
+    """The raw graph of one forward, and everything that was noticed on the way.
+
+    The graph takes ``inputs`` (their fakes are ``fakes``) and returns the model's outputs, then
+    every value that the host read.
+    """
+
+    graph: fx.GraphModule
+    inputs: list[Input]
+    fakes: list[torch.Tensor]
+    fake_mode: FakeTensorMode
+    mode: ShadowMode
+    hoister: Hoister
+    attention: tuple[str, ...]
+    num_outputs: int
+
+
+def trace_forward(
+    model: nn.Module, entries: Entries, outputs: Outputs, mode: ShadowMode, candidates: Candidates
+) -> ForwardTrace:
+    """Trace ``outputs(model(**batch))`` once, trying to hoist calls of the candidates."""
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    device = next((tensor.device for tensor in entries.tensors.values()), torch.device("cpu"))
+    tensors = (*state.values(), *entries.tensors.values())
+    fakes = [fake_like(fake_mode, tensor, device) for tensor in tensors]
+    num_outputs = 0
+
+    def traced_forward(*flat: torch.Tensor) -> list[torch.Tensor]:
+        nonlocal num_outputs
+        given = flat[len(state) :]
+        _cast_shadows(model, entries, dict(zip(state, flat, strict=False)), given, mode)
+        with (
+            reparametrize(model, dict(zip(state, flat, strict=False))),
+            mode,
+            HostReads(mode.provenance),
+            lifted(mode.lift),
+        ):
+            made = list(outputs(model(**entries.rebuild(given))))
+        num_outputs = len(made)
+        return [*made, *(read.tensor for read in mode.reads.log)]
+
+    hoister = Hoister(model, mode)
+    with intercepted(candidates, hoister), _surroundings(model, mode) as attention:
+        graph = trace(traced_forward, fakes, fake_mode)
+    inputs = _inputs(model, entries)
+    return ForwardTrace(
+        graph, inputs, fakes, fake_mode, mode, hoister, tuple(attention), num_outputs
+    )
+
+
+def _inputs(model: nn.Module, entries: Entries) -> list[Input]:
+    return [
+        *(Input("parameter", name, p.requires_grad) for name, p in model.named_parameters()),
+        *(Input("buffer", name) for name, _ in model.named_buffers()),
+        *(Input("batch", name, entry.requires_grad) for name, entry in entries.tensors.items()),
+    ]
+
+
+def _cast_shadows(
+    model: nn.Module,
+    entries: Entries,
+    state: dict[str, torch.Tensor],
+    given: Sequence[torch.Tensor],
+    mode: ShadowMode,
+) -> None:
+    """Give batch entries and buffers their shadows; a buffer without data has none."""
+    for name, buffer in model.named_buffers():
+        if buffer.device.type != "meta":
+            mode.shadows.put_copy(state[name], buffer)
+    for fake, tensor in zip(given, entries.tensors.values(), strict=True):
+        mode.shadows.put_copy(fake, tensor)
+
+
+@contextmanager
+def _surroundings(model: nn.Module, mode: ShadowMode) -> Iterator[list[str]]:
+    """Process-wide changes for the time of one trace; yields a line per attention call."""
+    with ExitStack() as stack:
+        stack.enter_context(eager_path())
+        sites = stack.enter_context(attention_interfaces(model))
+        stack.enter_context(opaque_functions())
+        stack.enter_context(mode.provenance.followed())
+        stack.enter_context(torch.enable_grad())
+        yield sites.lines

@@ -1,0 +1,46 @@
+"""Calls of torch that reach the host, or autograd, without any operator that a trace would see."""
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from mllm_compile.compiler.errors import CaptureError, explain
+from mllm_compile.passes.capture.provenance import Provenance, source_line
+
+BUILDERS = (torch.tensor, torch.as_tensor, torch.asarray)
+REFUSED = {
+    torch.Tensor.register_hook: "a tensor hook, whose gradient is not in the graph",
+    torch.Tensor.register_post_accumulate_grad_hook: "a hook on a gradient",
+    torch.Tensor.backward: "a backward pass inside forward",
+    torch.Tensor.data_ptr: "the address of a tensor",
+}
+
+
+class HostReads(TorchFunctionMode):
+    """Turns tensors inside lists into host reads, and refuses what no graph can hold."""
+
+    def __init__(self, provenance: Provenance):
+        super().__init__()
+        self.provenance = provenance
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.provenance.caller_grad = torch.is_grad_enabled()
+        if func in BUILDERS and args and not isinstance(args[0], torch.Tensor):
+            args = (pytree.tree_map(_read, args[0]), *args[1:])
+        if func in REFUSED:
+            raise CaptureError(
+                explain(
+                    f"{func.__name__} at {source_line()}",
+                    got=REFUSED[func],
+                    remedy="express it with tensor operators or a custom autograd.Function",
+                )
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _read(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,118 @@
+"""The mode that sees every operator of the forward while it is traced.
+
+It runs what is known on the shadows too, answers host reads with guards, makes dynamic shapes
+static, replaces operators that cannot be captured as they are, and labels the recorded nodes.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mllm_compile.compiler.errors import CaptureError, explain
+from mllm_compile.passes.capture import replacements, static_shapes
+from mllm_compile.passes.capture.guards import Reads
+from mllm_compile.passes.capture.memory_writes import MemoryWrites
+from mllm_compile.passes.capture.provenance import Provenance, source_line
+from mllm_compile.passes.capture.randomness import RANDOM, is_random
+from mllm_compile.passes.capture.shadows import Shadows, tensors_in
+from mllm_compile.passes.capture.tracing import last_node, nodes_after
+
+aten = torch.ops.aten
+OURS = "mllm"
+
+
+class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """One trace of one model: its shadows, its host reads, its random operators."""
+
+    def __init__(self, provenance: Provenance, lift: torch.dtype | None = None):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.provenance = provenance
+        self.lift = lift
+        self.shadows = Shadows()
+        self.reads = Reads()
+        self.writes = MemoryWrites()
+        self.random: list[str] = []
+        self.hoisted: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run one operator, then label whatever it recorded."""
+        mark = last_node()
+        grad = self.provenance.caller_grad if func.namespace == OURS else torch.is_grad_enabled()
+        try:
+            return self._run(func, args, kwargs or {})
+        finally:
+            self.provenance.label(nodes_after(mark), grad)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func.namespace == OURS:
+            return func(*args, **kwargs)
+        tags = func.tags
+        if torch.Tag.data_dependent_output in tags:
+            return self._host_read(func, args, kwargs)
+        rule = static_shapes.RULES.get(func)
+        if rule is None and torch.Tag.dynamic_output_shape in tags:
+            rule = static_shapes.opaque
+        if rule is None:
+            rule = replacements.RULES.get(func)
+        if rule is not None:
+            out = rule(self, func, args, kwargs)
+            if out is not NotImplemented:
+                return out
+        return self._record(func, args, kwargs)
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs = list(tensors_in((args, kwargs)))
+        written = self.writes.check(func, args, kwargs, inputs)
+        out = func(*args, **kwargs)
+        if is_random(func, args, kwargs):
+            self.random.append(f"{RANDOM}{func} at {source_line()}")
+        elif func.namespace in ("aten", "prims") and self.shadows.known(inputs):
+            real = self.shadows.compute(func, args, kwargs)
+            for fake, value in zip(tensors_in(out), tensors_in(real), strict=True):
+                self.shadows.put(fake, value)
+            return out
+        for tensor in written:
+            self.shadows.forget(tensor)
+        return out
+
+    def _host_read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.require_known(func, (args, kwargs))
+        value = self.shadows.compute(func, args, kwargs)
+        with self:
+            if func is aten._local_scalar_dense.default:
+                self.reads.add("item", args[0], value)
+            elif func is aten.equal.default:
+                self._read_equality(args[0], args[1], value)
+            elif func is aten.is_nonzero.default:
+                self.reads.add("item", args[0].ne(0), value)
+            elif func is aten.allclose.default:
+                close = aten.isclose.default(*args, **kwargs)
+                self.reads.add("item", aten.all.default(close), value)
+            else:
+                raise CaptureError(
+                    explain(
+                        f"{func} at {source_line()}",
+                        got="a host read that has no guard",
+                        remedy="compute it with tensor operators",
+                    )
+                )
+        return value
+
+    def _read_equality(self, one: torch.Tensor, other: torch.Tensor, value: bool) -> None:
+        if one.shape == other.shape:  # shapes are part of the signature
+            self.reads.add("item", aten.all.default(aten.eq.Tensor(one, other)), value)
+
+    def require_known(self, func: Any, value: Any) -> None:
+        """Refuse an operator whose result steers the program but depends on parameters."""
+        if not self.shadows.known(tensors_in(value)):
+            raise CaptureError(
+                explain(
+                    f"{func} at {source_line()}",
+                    expected="control flow and shapes that depend on the batch alone",
+                    got="a value computed from parameters or random numbers",
+                    remedy="use torch.where or a mask instead of reading the value on the host",
+                )
+            )

@@ -1,0 +1,106 @@
+"""The private torch interfaces that capture stands on, in one place.
+
+A *fake* is a tensor without data that a trace computes with; a *real* tensor has data.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
+
+__all__ = [
+    "HERE",
+    "LOCK",
+    "TORCH",
+    "FakeTensor",
+    "FakeTensorMode",
+    "WeakIdKeyDictionary",
+    "fake_like",
+    "last_node",
+    "node_of",
+    "nodes_after",
+    "outside_modes",
+    "reparametrize",
+    "storage_key",
+    "trace",
+]
+
+# Frames of these folders are never the model's own.
+TORCH = str(Path(torch.__file__).parent)
+HERE = str(Path(__file__).parent)
+
+# Capture patches process-wide state (hooks, code objects), so one thread captures at a time.
+LOCK = threading.RLock()
+
+
+def trace(
+    function: Callable[..., Any],
+    fakes: Sequence[torch.Tensor],
+    mode: FakeTensorMode,
+    decompositions: dict[Any, Callable[..., Any]] | None = None,
+) -> fx.GraphModule:
+    """Record every ATen call of ``function(*fakes)``, below autograd, as one graph."""
+    with mode:
+        return make_fx(function, decomposition_table=decompositions, tracing_mode="real")(*fakes)
+
+
+def fake_like(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A fake of ``tensor``, of static shape; a meta tensor pretends to be on ``device``."""
+    if tensor.device.type == "meta":
+        with mode:
+            fake = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+            )
+    else:
+        with torch.no_grad():
+            fake = mode.from_tensor(tensor.detach(), static_shapes=True)
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+def outside_modes() -> AbstractContextManager[Any]:
+    """Compute with real tensors in the middle of a trace, unseen by it."""
+    return _disable_current_modes()
+
+
+def reparametrize(
+    model: torch.nn.Module, state: dict[str, torch.Tensor]
+) -> AbstractContextManager[Any]:
+    """Let ``state`` stand in for parameters and buffers; tied names follow the first of them."""
+    return _reparametrize_module(model, state, tie_weights=True)
+
+
+def node_of(tensor: torch.Tensor) -> fx.Node | None:
+    """The node that records this tensor in the trace under way; None for a real constant."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return None
+    slot = get_proxy_slot(tensor, mode.tracer, None, lambda proxy: proxy)
+    return None if slot is None else slot.proxy.node
+
+
+def last_node() -> fx.Node | None:
+    """The newest node of the trace under way, to find out later which nodes came after it."""
+    mode = get_proxy_mode()
+    return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
+
+
+def nodes_after(mark: fx.Node | None) -> Iterator[fx.Node]:
+    """All nodes that were recorded since ``mark`` was the last one."""
+    node = mark.next if mark is not None else None
+    while node is not None and node.op != "root":
+        yield node
+        node = node.next
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for two tensors exactly if they share memory (while both are alive)."""
+    return int(tensor.untyped_storage()._cdata)
