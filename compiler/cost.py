@@ -3,8 +3,8 @@
 FLOPs are those that torch.utils.flop_counter counts (one multiply-add is two FLOPs; formulas of our
 own operators are registered there). The backward is counted operand by operand: one contraction
 for each operand that gets a gradient. dW belongs to operands that are forms of parameters, dI to
-all others. Bytes that the backward keeps count once, at the node whose result they are: a view adds
-none, and parameters and inputs are no activations.
+all others. Bytes that the backward keeps count once, at the first node whose backward keeps them
+(so in the stage that must); a view counts as its base, parameters and inputs not at all.
 """
 
 from collections.abc import Mapping
@@ -42,20 +42,18 @@ def costs(graph: Graph, flow: Flow) -> dict[str, NodeCost]:
 
 
 def saved_bytes(graph: Graph, flow: Flow) -> dict[fx.Node, int]:
-    """Bytes that the backward pass keeps of every node's result; views count at their base."""
+    """Bytes that every node's backward keeps, and no earlier node's."""
     bases = _bases(graph, flow)
     kept: set[Value] = set()
     found: dict[fx.Node, int] = {}
-    for node, backward in flow.backwards.items():
-        sources = edges_of(node)
-        kept |= {bases[sources[edge], 0] for edge in backward.saved_edges}
-        kept |= {bases[node, element] for element in backward.saved_elements}
-        if backward.saved_bytes:
-            found[node] = backward.saved_bytes
-    for node, element in kept:
-        tensor = tensors_of(node)[element]
-        if node in graph.live and tensor is not None:
-            found[node] = found.get(node, 0) + tensor.numel() * tensor.element_size()
+    for node in sorted(flow.backwards, key=graph.index.__getitem__):
+        backward, sources = flow.backwards[node], edges_of(node)
+        values = {bases[sources[edge], 0] for edge in backward.saved_edges}
+        values |= {bases[node, element] for element in backward.saved_elements}
+        own = [tensors_of(base)[k] for base, k in values - kept if base in graph.live]
+        sizes = (tensor.numel() * tensor.element_size() for tensor in own if tensor is not None)
+        found[node] = backward.saved_bytes + sum(sizes)
+        kept |= values
     return found
 
 

@@ -13,8 +13,8 @@ from mllm_compile.compiler.stage import Boundary, Stage
 class NodeCost:
     """FLOPs of a node's forward, input-gradient and weight-gradient work; bytes of its result.
 
-    One multiply-add counts two FLOPs, as in torch.utils.flop_counter. ``saved_bytes`` is what the
-    backward pass keeps of the result (0 where nothing flows).
+    One multiply-add counts two FLOPs, as in torch.utils.flop_counter. ``saved_bytes`` are those of
+    values that the node's backward keeps and no earlier node's does (0 where nothing flows).
     """
 
     forward: int = 0

@@ -1,9 +1,9 @@
 """Decide where a module may best be cut: candidates, to be judged by the simulated step.
 
 Dynamic programming over the positions between units, at any granularity: whole layers would
-quantise away what knowing the frozen parts gains. The narrowest position crosses one hidden state;
-for several limits on how much may cross, first the smallest possible work of the busiest stage is
-found, then the cuts with the fewest crossing bytes within an allowance above it.
+quantise away what knowing the frozen parts gains. First the smallest possible work of the busiest
+stage, then, for several allowances above it, the cuts with the fewest crossing bytes: a little
+balance given up often lets one hidden state cross where several tensors would.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +14,7 @@ import numpy.typing as npt
 from mllm_compile.compiler.errors import RequestError, explain
 from mllm_compile.passes.units import Chain, Floats
 
-WIDTHS = (1.0, 2.0, 4.0, np.inf)
-ALLOWANCES = (0.0, 0.02, 0.05)
+ALLOWANCES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 
 Cuts = tuple[int, ...]
 Positions = npt.NDArray[np.int64]
@@ -23,17 +22,12 @@ Step = Callable[[Floats, int, Positions], Floats]
 
 
 def candidates(chain: Chain) -> tuple[Cuts, ...]:
-    """Different good cuts of one module; each is a list of positions that never fall."""
+    """Different good cuts of one module, best balanced first; positions never fall."""
     _check_size(chain)
     positions = _worthwhile(chain)
-    narrowest = _solve(chain, positions, _widest(chain))
-    width = max((chain.crossing[cut] for cut in narrowest), default=0.0)
-    found: list[Cuts] = []
-    for factor in WIDTHS:
-        open_ = _passable(chain, positions, width * factor)
-        limit = _busiest(chain, _solve(chain, open_, _work(chain)))
-        for allowance in ALLOWANCES:
-            found.append(_solve(chain, open_, _bytes(chain, limit * (1 + allowance) + 0.5)))
+    busiest = _busiest(chain, _solve(chain, positions, _work(chain)))
+    limits = [busiest * (1 + allowance) + 0.5 for allowance in ALLOWANCES]
+    found = [_solve(chain, positions, _bytes(chain, limit)) for limit in limits]
     return tuple(dict.fromkeys(found))
 
 
@@ -53,19 +47,9 @@ def _worthwhile(chain: Chain) -> Positions:
     return chosen if len(chosen) > chain.stages else everything
 
 
-def _passable(chain: Chain, positions: Positions, width: float) -> Positions:
-    ends = (positions == 0) | (positions == len(chain.units))
-    passable: Positions = positions[ends | (chain.crossing[positions] <= width)]
-    return passable
-
-
 def _busiest(chain: Chain, cuts: Cuts) -> float:
     ends = _total(chain)[[0, *cuts, len(chain.units)]]
     return float(np.max(np.diff(ends)))
-
-
-def _widest(chain: Chain) -> Step:
-    return lambda value, _, starts: np.maximum(value, chain.crossing[starts])
 
 
 def _work(chain: Chain) -> Step:

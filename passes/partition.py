@@ -16,6 +16,7 @@ from mllm_compile.compiler.graph import Graph
 from mllm_compile.compiler.plan import Plan, Site
 from mllm_compile.passes.assemble import boundaries_of, first_stages, stages_of
 from mllm_compile.passes.cuts import Cuts, candidates
+from mllm_compile.passes.module_order import check_order
 from mllm_compile.passes.modules import assign_modules, module_of_path
 from mllm_compile.passes.score import score
 from mllm_compile.passes.units import Chain, chain
@@ -29,7 +30,7 @@ def partition(plan: Plan, placement: Mapping[Site, int] | None = None) -> Plan:
     if placement is not None:
         modules = assign_modules(graph, plan.request, placement)
         plan = replace(plan, placement=placement, module_of=modules)
-    check_order(graph, plan)
+    check_order(graph, plan.request)
     pins = pinned(graph, plan)
     chains = [chain(graph, plan, module, pins) for module in range(len(plan.request.modules))]
     options = [candidates(each) for each in chains]
@@ -94,44 +95,3 @@ def pinned(graph: Graph, plan: Plan) -> dict[fx.Node, int]:
                     )
                 )
     return pins
-
-
-def check_order(graph: Graph, plan: Plan) -> None:
-    """Values flow from module to module in the order of the request."""
-    back = [
-        (source, user)
-        for source in graph.placed
-        for user in source.users
-        if user.name in plan.module_of and plan.module_of[source.name] > plan.module_of[user.name]
-    ]
-    if not back:
-        return
-    source, user = (plan.module_of[node.name] for node in back[0])
-    names = [plan.request.modules[module].name for module in (source, user)]
-    forth = _flows(graph, plan, user, source)
-    values = [
-        f"%{a.name} ({a.meta.get('owner', '') or 'the model itself'})"
-        for a, b in back
-        if (plan.module_of[a.name], plan.module_of[b.name]) == (source, user)
-    ]
-    raise RequestError(
-        explain(
-            f"modules {names[0]} and {names[1]}",
-            expected="values to flow from a module to later ones of the request only",
-            got=f"{names[1]} reads {', '.join(values[:3])} of {names[0]}"
-            + (f", which in turn reads {', '.join(forth[:3])} of {names[1]}" if forth else ""),
-            remedy="put both under one [[module]], path being a list"
-            if forth
-            else f"list {names[0]} before {names[1]}",
-        )
-    )
-
-
-def _flows(graph: Graph, plan: Plan, source: int, target: int) -> list[str]:
-    """The values that cross from one module to another."""
-    return [
-        f"%{node.name}"
-        for node in graph.placed
-        if plan.module_of[node.name] == source
-        and any(plan.module_of.get(user.name) == target for user in node.users)
-    ]

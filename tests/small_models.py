@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, gelu, pad, scaled_dot_product_attention
 
 
 class Block(nn.Module):
@@ -64,11 +64,12 @@ class Multimodal(nn.Module):
             self.head.weight = self.language.embed.weight
 
     def forward(self, ids, **pixels):
-        parts, extra = [self.language.embed(ids)], []
+        parts, seen = [self.language.embed(ids)], []
         for name, values in pixels.items():
             tokens, seen = self.towers[name](values)
             parts.insert(0, self.projectors[name](tokens))
-            extra = [nn.functional.pad(x, (0, 0, 0, ids.shape[1])) for x in seen[: self.deep]]
+        length = sum(part.shape[1] for part in parts)
+        extra = [pad(x, (0, 0, 0, length - x.shape[1])) for x in seen[: self.deep]]
         x = self.language(torch.cat(parts, 1), extra)[:, -ids.shape[1] :]
         return cross_entropy(self.head(x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
