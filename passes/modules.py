@@ -2,7 +2,9 @@
 
 A node of a requested module, or of anything below it, runs there: the longest path wins. All other
 nodes are *glue*: they sink to the first module that reads them, but not above their inputs. Glue
-that only leads to outputs stays where its inputs are. Weight nodes follow their first reader.
+that only leads to outputs stays where its inputs are. Weight nodes follow their first reader. A
+node without parameters whose own module stands before its inputs (an encoder that merges its
+features into the text by itself) is glue, too.
 """
 
 from collections.abc import Iterable, Mapping
@@ -68,9 +70,10 @@ def assign_modules(
         if module is not None and not sinks(graph, request, node):
             assigned.setdefault(node, module)
     _sink(graph, assigned)
-    for node in graph.placed:  # glue without readers, and glue that would rise above its inputs
+    reading = set(graph.sites.values())
+    for node in graph.placed:  # nothing rises above its inputs, but for what reads a parameter
         inputs = [assigned[source] for source in node.all_input_nodes if source in assigned]
-        if sinks(graph, request, node) and inputs:
+        if inputs and (sinks(graph, request, node) or node not in reading):
             assigned[node] = max([*inputs, *([assigned[node]] if node in assigned else [])])
     _sink(graph, assigned)
     for node in graph.placed:

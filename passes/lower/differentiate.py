@@ -36,9 +36,8 @@ def differentiate(stage: StageGraph) -> Segments:
     joint = joint_graph(stage)
     upstream = {f"d{n}": node for n, node in joint.gradients.items() if n.startswith("%")}
     weights = {f"g:{n[2:]}": node for n, node in joint.gradients.items() if n.startswith("p:")}
-    forward = closure(joint.outputs.values())
-    forward |= {n for n in joint.graph.nodes if is_getitem(n) and n.args[0] in forward}
-    input_grad = closure(upstream.values()) - forward
+    forward = _with_parts(joint.graph, closure(joint.outputs.values()))
+    input_grad = _with_parts(joint.graph, closure(upstream.values()) - forward)
     weight_grad = closure(weights.values()) - forward - input_grad
     cutter = _Cutter(joint, stage.loss)
     results = {*upstream.values(), *weights.values()}
@@ -50,6 +49,11 @@ def differentiate(stage: StageGraph) -> Segments:
         cutter.build(input_grad, {**upstream, **passed}) if upstream else None,
         cutter.build(weight_grad, weights) if weights else None,
     )
+
+
+def _with_parts(graph: fx.Graph, nodes: set[fx.Node]) -> set[fx.Node]:
+    """``nodes``, and every result of those that have several: tuples stay within a segment."""
+    return nodes | {n for n in graph.nodes if is_getitem(n) and n.args[0] in nodes}
 
 
 class _Cutter:

@@ -1,0 +1,67 @@
+"""Make the user's model and batches ready for a request: dtype, trainable flags, training mode."""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from mllm_compile.compiler.errors import RequestError, explain
+from mllm_compile.compiler.request import Request
+from mllm_compile.workload import Workload
+
+
+def load_workload(request: Request) -> Workload:
+    """The request's workload, its weights drawn from the request's seed: equal on every rank."""
+    torch.manual_seed(request.seed)
+    return Workload.load(request.workload)
+
+
+def ready_model(request: Request, model: nn.Module) -> nn.Module:
+    """Convert ``model`` in place to the request's dtype and trainable flags, in training mode.
+
+    Raises:
+        RequestError: a path of the request is no module of the model.
+
+    """
+    known = dict(model.named_modules())
+    for module in request.modules:
+        for path in module.paths:
+            if path not in known:
+                close = get_close_matches(path, known, n=3)
+                remedy = f"did you mean {' or '.join(close)}?" if close else ""
+                raise RequestError(
+                    explain(f"path {path!r}", expected="a module of the model", remedy=remedy)
+                )
+            if module.trainable is not None:
+                known[path].requires_grad_(module.trainable)
+    return model.to(getattr(torch, request.dtype)).train()
+
+
+def ready_batch(request: Request, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch with its floating-point tensors in the request's dtype."""
+    dtype = getattr(torch, request.dtype)
+
+    def convert(value: torch.Tensor) -> torch.Tensor:
+        return value.to(dtype) if value.is_floating_point() else value
+
+    ready: dict[str, Any] = pytree.tree_map_only(torch.Tensor, convert, dict(batch))
+    return ready
+
+
+def microbatches(request: Request, workload: Workload, step: int) -> list[dict[str, Any]]:
+    """The collated microbatches of a step: samples in order, from the start again at the end."""
+    size = request.microbatch_size
+    samples = global_batch(request, workload, step)
+    parts = [samples[k * size : (k + 1) * size] for k in range(request.microbatches)]
+    return [ready_batch(request, workload.collate(part)) for part in parts]
+
+
+def global_batch(request: Request, workload: Workload, step: int) -> list[Any]:
+    """The samples of a step: ``microbatches * microbatch_size`` of them."""
+    count = request.microbatches * request.microbatch_size
+    if len(workload.samples) == 0:
+        raise RequestError(explain("workload", expected="at least one sample", got="none"))
+    return [workload.samples[(step * count + k) % len(workload.samples)] for k in range(count)]

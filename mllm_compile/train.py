@@ -1,0 +1,114 @@
+"""Train: the loop that every rank runs, one optimizer step after another."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mllm_compile.compilation import Compiler
+from mllm_compile.compiler.errors import RequestError, explain
+from mllm_compile.compiler.request import Request
+from mllm_compile.model import load_workload, microbatches, ready_model
+from mllm_compile.rank import Rank, channels_of
+from mllm_compile.runtime.checkpoint import checkpoints, load, save
+from mllm_compile.runtime.device import device_of
+from mllm_compile.runtime.distributed_transport import DistributedTransport
+from mllm_compile.runtime.executor import StepResult
+from mllm_compile.runtime.rank_main import RankContext
+
+
+@dataclass(frozen=True)
+class Training:
+    """What ``run`` asks of every rank.
+
+    ``steps`` is the last step of the job, counted from its first; ``checkpoint`` is a directory,
+    written at the end and after every ``save_every`` steps (0: only at the end).
+    """
+
+    request: Request
+    steps: int
+    checkpoint: str = ""
+    save_every: int = 0
+    resume: bool = False
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One finished step, the same on every rank; the loss is that of the global batch."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    tokens: int
+    seconds: float
+
+
+def train(context: RankContext, training: Training) -> Iterator[Progress]:
+    """Run the steps of one rank; every rank must exhaust the iterator."""
+    request, device = training.request, device_of(context.local_rank)
+    workload = load_workload(request)
+    compiler = Compiler(request, ready_model(request, workload.model))
+    compiled = compiler.step(microbatches(request, workload, 0))
+    transport = DistributedTransport(device, channels_of(compiled))
+    rank = Rank(compiler, transport, publish=context.publish)
+    context.label(rank.label)
+    done = _resume(training, rank)
+    for number in range(done, training.steps):
+        start = time.perf_counter()
+        batches = microbatches(request, workload, number)
+        compiled = compiler.step(batches)
+        result = rank.run(compiled, number)
+        norm = rank.update()
+        yield Progress(
+            step=number + 1,
+            loss=_global_loss(result, transport),
+            grad_norm=float(norm),
+            tokens=sum(map(tokens_of, batches)),
+            seconds=time.perf_counter() - start,
+        )
+        last = number + 1 == training.steps
+        every = training.save_every and (number + 1) % training.save_every == 0
+        if training.checkpoint and (last or every):
+            save(training.checkpoint, number + 1, rank.state, rank.optimizer, rank=rank.rank)
+    transport.close()
+
+
+def tokens_of(batch: Mapping[str, Any]) -> int:
+    """Elements of ``input_ids``, or of the largest integer entry where there is no such entry."""
+    integers = [
+        value
+        for value in batch.values()
+        if isinstance(value, torch.Tensor) and not value.is_floating_point()
+    ]
+    ids = batch.get("input_ids")
+    found = [ids] if isinstance(ids, torch.Tensor) else integers
+    return max((value.numel() for value in found), default=0)
+
+
+def _resume(training: Training, rank: Rank) -> int:
+    """Load the latest checkpoint; the number of steps that it has behind it."""
+    if not training.resume:
+        return 0
+    found: Sequence[Any] = checkpoints(training.checkpoint) if training.checkpoint else ()
+    if not found:
+        raise RequestError(
+            explain(
+                "--resume",
+                expected="a finished checkpoint",
+                got=f"none in {training.checkpoint!r}"
+                if training.checkpoint
+                else "no --checkpoint",
+                remedy="name the directory of an earlier run with --checkpoint",
+            )
+        )
+    return load(found[-1], rank.state, rank.optimizer, rank=rank.rank).step
+
+
+def _global_loss(result: StepResult, transport: DistributedTransport) -> float:
+    """The sum of all microbatches' losses, wherever they were computed."""
+    mine = torch.zeros((), dtype=torch.float64, device=transport.device)
+    for loss in result.losses.values():
+        mine += loss
+    return float(torch.stack(transport.all_gather(mine)).sum())

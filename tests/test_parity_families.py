@@ -1,0 +1,11 @@
+"""Every family, as a pipeline of several ranks, gives the plain model's loss and gradients."""
+
+import pytest
+
+from tests.families import FAMILIES
+from tests.parity import assert_passed, verified
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_program_equals_plain_model(name):
+    assert_passed(verified(name))
