@@ -17,6 +17,8 @@ from mllm_compile.passes.capture.tracing import outside_modes
 
 # Every custom function call of this process, by the key in its node's arguments.
 CALLS: dict[int, "FunctionCall"] = {}
+# Functions that torch makes for operators with a registered backward: those are nodes already.
+REGISTERED = "torch._library"
 Spec = tuple[tuple[int, ...], torch.dtype, torch.device]
 
 
@@ -235,7 +237,9 @@ def opaque_functions() -> Iterator[None]:
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
-        if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+        registered = cls.__module__.startswith(REGISTERED)
+        differentiable = any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
+        if registered or not differentiable:
             inlined: Callable[..., Any] = original.__get__(None, cls)
             return inlined(*args, **kwargs)
         if cls.__module__ == "torch.utils.checkpoint":
