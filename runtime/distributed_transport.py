@@ -6,6 +6,7 @@ a group per direction neither end can wait behind a message of its own. All rank
 at once, in one order, and open every channel before the first step.
 """
 
+import re
 from collections.abc import Iterable
 from datetime import timedelta
 
@@ -31,7 +32,7 @@ class _Work:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise PeerLostError(f"rank {self._peer} is gone ({_first_line(error)})") from error
+            raise _lost(f"rank {self._peer}", error) from error
 
 
 class DistributedTransport:
@@ -70,7 +71,7 @@ class DistributedTransport:
         try:
             return _Work(dist.isend(as_bytes(tensor), peer, group), tensor, peer)
         except RuntimeError as error:
-            raise PeerLostError(f"rank {peer} is gone ({_first_line(error)})") from error
+            raise _lost(f"rank {peer}", error) from error
 
     def receive(self, buffer: torch.Tensor, peer: int) -> Handle:
         """See :class:`Transport`."""
@@ -80,7 +81,7 @@ class DistributedTransport:
         try:
             return _Work(dist.irecv(as_bytes(buffer), peer, group), buffer, peer)
         except RuntimeError as error:
-            raise PeerLostError(f"rank {peer} is gone ({_first_line(error)})") from error
+            raise _lost(f"rank {peer}", error) from error
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """See :class:`Transport`."""
@@ -88,7 +89,7 @@ class DistributedTransport:
         try:
             dist.all_gather(parts, tensor)
         except RuntimeError as error:
-            raise PeerLostError(f"some rank is gone ({_first_line(error)})") from error
+            raise _lost("some rank", error) from error
         return parts
 
     def close(self) -> None:
@@ -96,6 +97,8 @@ class DistributedTransport:
         dist.destroy_process_group()
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+def _lost(who: str, error: RuntimeError) -> PeerLostError:
+    """The backend's reason in short: without its source position and its advice."""
+    line = str(error).strip().partition("\n")[0]
+    reason = re.sub(r"^\[[^]]*\]\s*", "", line).partition(". ")[0]
+    return PeerLostError(f"{who} does not answer ({reason})")

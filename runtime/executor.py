@@ -95,8 +95,8 @@ class Executor:
                 except Exception as error:
                     raise self._explained(action, number, error) from error
                 step.observe()
-            self.publish(f"the last sends of step {number}")
-            step.outbox.finish()
+            self.publish(f"the last transfers of step {number}")
+            step.finish()
         if reads is not None:
             step.measures.host_reads = reads.count
         return StepResult(step.losses, step.measures)
@@ -243,6 +243,12 @@ class _Step:
             if transfer.peer == action.peer:
                 return transfer, self.executor.rank_of[transfer.peer]
         raise RunError(explain(f"stage {action.stage}", expected=f"a transfer for {action}"))
+
+    def finish(self) -> None:
+        """Wait for all transfers."""
+        for table in self.live.values():
+            table.settle()
+        self.outbox.finish()
 
     def observe(self) -> None:
         """Track the peak of live bytes, if asked to measure."""

@@ -66,6 +66,12 @@ class LiveValues:
             if self._uses[name] <= 0:
                 self._values.pop(name, None)
 
+    def settle(self) -> None:
+        """Wait for what was received and never read, so that its buffer may go."""
+        for handle, _ in self._arriving.values():
+            handle.wait()
+        self._arriving.clear()
+
     def __contains__(self, name: str) -> bool:
         return name in self._values
 

@@ -70,13 +70,13 @@ def main(directory: Path) -> int:
     try:
         result = resolve(order["target"])(context, order["payload"])
         torch.save(result, directory / f"result-{context.rank}.pt")
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         _report(error, directory / f"failure-{context.rank}.json")
         return 1
     return 0
 
 
-def _report(error: Exception, path: Path) -> None:
+def _report(error: Exception | SystemExit, path: Path) -> None:
     failure = {
         "type": type(error).__name__ if isinstance(error, CompileError) else "",
         "message": str(error) if isinstance(error, CompileError) else repr(error),

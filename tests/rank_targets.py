@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from typing import Any
 
@@ -43,9 +44,10 @@ def transfers(context: RankContext, tensors: list[torch.Tensor]) -> list[torch.T
 def pipeline(context: RankContext, rows: list[int | None]) -> Any:
     transport = DistributedTransport(CPU, CHANNELS)
     result, state = run_rank(transport, model(), batches(rows))
+    norm = state.grad_norm(transport)
     transport.close()
     grads = {name: parameter.grad for name, parameter in state.parameters.items()}
-    return dict(result.losses), grads, result.measures
+    return dict(result.losses), grads, result.measures, norm
 
 
 def fails(context: RankContext, payload: dict[str, Any]) -> None:
@@ -66,8 +68,10 @@ def misbehave(how: str) -> None:
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "exit":
-        print("about to leave")
+        print("about to leave", flush=True)
         os._exit(3)
+    if how == "leave":
+        sys.exit(0)
     if how == "raise":
         raise ValueError("a broken sample")
     if how == "guard":
@@ -75,6 +79,14 @@ def misbehave(how: str) -> None:
     if how == "hang":
         print("hanging", flush=True)
         time.sleep(1000)
+
+
+def misbehaves(context: RankContext, how: str) -> None:
+    context.label("a part")
+    context.publish("its work")
+    if context.rank == 1:
+        misbehave(how)
+    time.sleep(1000)
 
 
 def sleeps(context: RankContext, payload: Any) -> None:

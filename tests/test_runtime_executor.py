@@ -6,14 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from mllm_compile.compiler.action import Action, Schedule
+from mllm_compile.compiler.captured import TensorSpec
 from mllm_compile.compiler.errors import RunError
-from mllm_compile.compiler.program import StageProgram
-from mllm_compile.runtime.executor import StepResult
+from mllm_compile.compiler.program import Segment, StageProgram, Transfer
+from mllm_compile.runtime.executor import Executor, StepResult
 from mllm_compile.runtime.local_transport import LocalTransport, run_threads
 from mllm_compile.runtime.state import State
-from tests.stage_programs import lower
+from tests.stage_programs import Values, lower, prepared
 from tests.three_stages import HELD_BY, WIDTH, Work, batches, model, plain, plan_of, run_rank
 
 
@@ -147,3 +149,65 @@ def test_a_deadlock_is_reported_not_waited_for() -> None:
 
     with pytest.raises(RunError, match=r"deadlock: .*rank 1 waits to receive from rank 0"):
         run_ranks(model(), work, corrupt=never_sends)
+
+
+def single(
+    function: Callable[..., tuple[torch.Tensor, ...]],
+    inputs: Values,
+    outputs: tuple[str, ...],
+    *,
+    sends: tuple[Transfer, ...] = (),
+) -> StageProgram:
+    """A stage with a forward only."""
+    graph = make_fx(function)(*inputs.values())
+    segment = Segment(graph, tuple(inputs), outputs)
+    return StageProgram(0, segment, None, None, sends, (), (), (), loss="%loss")
+
+
+def test_buffers_take_their_new_values_from_one_microbatch_to_the_next() -> None:
+    def count(seen: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return seen * x, seen + 1
+
+    buffer, x = torch.tensor(1.0), torch.tensor(10.0)
+    program = single(count, {"b:seen": buffer, "x:batch:x": x}, ("%loss", "u:seen"))
+    state = State({}, {"seen": buffer})
+    work = [prepared({"x:batch:x": x})] * 3
+    schedule_ = Schedule({0: tuple(Action(0, "F", m) for m in range(3))})
+
+    def rank_main(transport: LocalTransport) -> StepResult:
+        return Executor(transport, state, {0: 0}).step(schedule_, [{0: program}] * 3, work)
+
+    (result,) = run_threads(1, rank_main)
+    assert [result.losses[m].item() for m in range(3)] == [10.0, 20.0, 30.0]
+    assert state.buffers["seen"].item() == 4.0
+    assert buffer.item() == 1.0
+
+
+def test_host_reads_are_counted() -> None:
+    def reads(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (torch.ops.aten.nonzero(x).sum(),)
+
+    x = torch.tensor([0.0, 1.0])
+    program = single(reads, {"x:batch:x": x}, ("%loss",))
+
+    def rank_main(transport: LocalTransport) -> StepResult:
+        executor = Executor(transport, State({}), {0: 0})
+        work = [prepared({"x:batch:x": x})]
+        return executor.step(Schedule.from_text("0: 0F0"), [{0: program}], work, measure=True)
+
+    assert run_threads(1, rank_main)[0].measures.host_reads == 1
+
+
+def test_a_value_that_is_not_as_announced_is_refused() -> None:
+    x = torch.ones(2)
+    send = Transfer(1, ("%loss",), (TensorSpec((2,), (1,), torch.float64),))
+    program = single(lambda x: (x + 1,), {"x:batch:x": x}, ("%loss",), sends=(send,))
+
+    def rank_main(transport: LocalTransport) -> None:
+        executor = Executor(transport, State({}), {0: 0, 1: 1}, names={0: "model.vision"})
+        schedule_ = Schedule.from_text("0: 0F0,0SEND_F0>1")
+        executor.step(schedule_, [{0: program}], [prepared({"x:batch:x": x})])
+
+    message = r"rank 0 \(stage 0, model.vision\) failed during 0SEND_F0>1 .*float64.*got .*float32"
+    with pytest.raises(RunError, match=message):
+        run_threads(1, rank_main)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from mllm_compile.compiler.captured import TensorSpec
 from mllm_compile.compiler.errors import RunError
@@ -71,7 +72,9 @@ def test_processes_give_the_gradients_of_one(rows: list[int | None]) -> None:
     losses = plain(parameters, work)
     for microbatch, loss in enumerate(losses):
         torch.testing.assert_close(results[2][0][microbatch], loss, rtol=1e-12, atol=0)
+    norm = nn.utils.get_total_norm([value.grad for value in parameters.values()])
     for rank, names in HELD_BY.items():
+        torch.testing.assert_close(results[rank][3], norm, rtol=1e-12, atol=0)
         for name in names:
             expected = parameters[name].grad
             torch.testing.assert_close(results[rank][1][name], expected, rtol=1e-12, atol=1e-13)
