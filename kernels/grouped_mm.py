@@ -4,17 +4,13 @@
 has a fake kernel for bfloat16 alone and no float64; these have both, and a backward.
 """
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import register_flop_formula
-
-
-def _groups(offsets: Tensor, rows: int) -> Tensor:
-    """[rows] number of the run each row belongs to; E for rows behind the last."""
-    positions = torch.arange(rows, device=offsets.device, dtype=offsets.dtype)
-    return torch.searchsorted(offsets.contiguous(), positions, right=True)
 
 
 def _runs(offsets: Tensor) -> list[slice]:
@@ -23,17 +19,37 @@ def _runs(offsets: Tensor) -> list[slice]:
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
+def _members(offsets: Tensor, rows: int) -> Iterator[Tensor]:
+    """For each run, boolean [rows, 1]: which rows are its own. Nothing is read by the host."""
+    positions = torch.arange(rows, device=offsets.device, dtype=offsets.dtype)
+    run = torch.searchsorted(offsets.contiguous(), positions, right=True).unsqueeze(1)
+    for index in range(offsets.shape[0]):
+        yield run == index
+
+
+def multiply_masked(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    """``grouped_mm`` for devices: every matrix meets every row, and the run's own row is kept."""
+    out = x.new_zeros(x.shape[0], weights.shape[2])
+    for own, weight in zip(_members(offsets, x.shape[0]), weights, strict=True):
+        out = torch.where(own, x @ weight, out)
+    return out
+
+
+def outer_masked(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    """``grouped_outer`` for devices: rows of other runs are zeroed."""
+    zero = x.new_zeros(())
+    runs = [torch.where(own, x, zero).T @ y for own in _members(offsets, x.shape[0])]
+    return torch.stack(runs)
+
+
 @torch.library.custom_op("mllm::grouped_mm", mutates_args=())
 def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """[T, I] rows times [E, I, O] matrices -> [T, O]; offsets [E] int32, ascending."""
+    """[T, I] rows times [E, I, O] matrices -> [T, O]; offsets [E] integers, ascending."""
+    if x.device.type != "cpu":
+        return multiply_masked(x, weights, offsets)
     out = x.new_zeros(x.shape[0], weights.shape[2])
-    if x.device.type == "cpu":
-        for run, weight in zip(_runs(offsets), weights, strict=True):
-            out[run] = x[run] @ weight
-        return out
-    groups = _groups(offsets, x.shape[0]).unsqueeze(1)
-    for index, weight in enumerate(weights):
-        out = torch.where(groups == index, x @ weight, out)
+    for run, weight in zip(_runs(offsets), weights, strict=True):
+        out[run] = x[run] @ weight
     return out
 
 
@@ -45,14 +61,11 @@ def _(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 @torch.library.custom_op("mllm::grouped_outer", mutates_args=())
 def grouped_outer(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     """[T, I] and [T, O] rows -> [E, I, O]: xᵀ·y of each run; a run without rows gives zeros."""
+    if x.device.type != "cpu":
+        return outer_masked(x, y, offsets)
     out = x.new_zeros(offsets.shape[0], x.shape[1], y.shape[1])
-    if x.device.type == "cpu":
-        for index, run in enumerate(_runs(offsets)):
-            out[index] = x[run].T @ y[run]
-        return out
-    groups = _groups(offsets, x.shape[0]).unsqueeze(1)
-    for index in range(offsets.shape[0]):
-        out[index] = torch.where(groups == index, x, torch.zeros_like(x)).T @ y
+    for index, run in enumerate(_runs(offsets)):
+        out[index] = x[run].T @ y[run]
     return out
 
 
@@ -80,24 +93,51 @@ grouped_mm.register_autograd(_gradient, setup_context=_setup_context)
 
 def from_aten(
     x: Tensor,
-    weights: Tensor,
+    y: Tensor,
     offsets: Tensor | None = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """What ``aten._grouped_mm`` computes for rows in runs, on these operators; else ValueError."""
+    """``aten._grouped_mm`` on these operators: rows in runs, products of runs, or a plain batch.
+
+    ValueError for the forms that mixtures of experts do not use.
+    """
     if bias is not None or out_dtype not in (None, x.dtype):
         raise ValueError("grouped_mm: bias and another output dtype are not supported")
-    if offsets is not None and x.dim() == 2 and weights.dim() == 3:
-        return grouped_mm(x, weights, offsets)  # type: ignore[no-any-return]
-    if offsets is not None and x.dim() == weights.dim() == 2:
-        return grouped_outer(x.transpose(0, 1), weights, offsets)  # type: ignore[no-any-return]
-    if offsets is None and x.dim() == 3 and weights.dim() == 3:
-        return torch.ops.aten.bmm.default(x, weights)  # type: ignore[no-any-return]
+    if offsets is None and x.dim() == y.dim() == 3:
+        return torch.bmm(x, y)
+    if offsets is not None and x.dim() == y.dim() == 2:
+        outer: Tensor = grouped_outer(x.transpose(0, 1), y, offsets)
+        return outer
+    if offsets is not None and x.dim() == 2 and y.dim() == 3:
+        rows: Tensor = grouped_mm(x, y, offsets)
+        return rows
     raise ValueError(
-        f"grouped_mm: expected rows [T, I] with matrices [E, I, O] and offsets, got "
-        f"{tuple(x.shape)} and {tuple(weights.shape)}"
+        "grouped_mm: expected [T, I] and [E, I, O] or [I, T] and [T, O] with offsets, or two "
+        f"batches without; got {tuple(x.shape)} and {tuple(y.shape)}"
     )
+
+
+class GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While open, torch's grouped product takes every dtype, in forward and backward.
+
+    For runs of a plain model: torch's CPU kernel has no float64.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._grouped_mm.default:
+            return from_aten(*args, **{_ATEN_NAMES.get(key, key): kwargs[key] for key in kwargs})
+        return func(*args, **kwargs)
+
+
+_ATEN_NAMES = {"self": "x", "mat2": "y", "offs": "offsets"}
 
 
 @register_flop_formula(torch.ops.mllm.grouped_mm)

@@ -28,7 +28,7 @@ def grid_images(patch: int, counts=(1,) * 8, grids=((4, 4),) * 8, frames: int = 
             **text,
             "mm_token_type_ids": (text["input_ids"] == IMAGE).long(),
             "pixel_values": noise(g, count * height * width, 3 * frames * patch * patch),
-            "image_grid_thw": torch.tensor([[1, height, width]] * count).reshape(count, 3),
+            "image_grid_thw": torch.tensor([[1, height, width]]).expand(count, 3),
         }
 
     return build
