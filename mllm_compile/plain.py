@@ -19,7 +19,8 @@ def reference(
     In float64 the model's casts to float32 are lifted, as in the program.
     """
     batch = ready_batch(request, workload.collate(global_batch(request, workload, step)))
-    with lifted(torch.float64 if request.dtype == "float64" else None), GroupedProducts():
+    grouped = GroupedProducts()  # type: ignore[no-untyped-call]
+    with lifted(torch.float64 if request.dtype == "float64" else None), grouped:
         (loss,) = loss_of(model(**batch))
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
