@@ -17,6 +17,7 @@ from mllm_compile.compiler.errors import CaptureError, explain
 from mllm_compile.passes.capture import module_state
 from mllm_compile.passes.capture.candidates import Candidates, candidates_in_traceback
 from mllm_compile.passes.capture.entries import Entries
+from mllm_compile.passes.capture.explicit_dtypes import pin_dtypes
 from mllm_compile.passes.capture.forward_trace import ForwardTrace, Outputs, trace_forward
 from mllm_compile.passes.capture.functionalize import functionalize
 from mllm_compile.passes.capture.provenance import Provenance, is_model_file, place
@@ -104,6 +105,7 @@ def _trace_until_stable(
 
 
 def _assemble(found: ForwardTrace, entries: Entries) -> Captured:
+    pin_dtypes(found.graph)
     functional = functionalize(found.graph, found.inputs, found.fakes, found.fake_mode)
     returned = functional.outputs
     outputs, guards = returned[: found.num_outputs], returned[found.num_outputs :]
