@@ -166,7 +166,11 @@ def rank_main(context: RankContext, request: Request) -> RankResult:
     workload = load_workload(request)
     compiler, step = _compiled(request, ready_model(request, workload.model), workload)
     transport = DistributedTransport(device, channels_of(step))
-    return _rank_result(Rank(compiler, transport, publish=context.publish), step)
+    rank = Rank(compiler, transport, publish=context.publish)
+    context.label(rank.label)
+    result = _rank_result(rank, step)
+    transport.close()
+    return result
 
 
 def _in_threads(request: Request, model: nn.Module, workload: Workload) -> Sequence[RankResult]:

@@ -66,7 +66,8 @@ def save(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     _barrier()
-    tensors = {**_model_tensors(state), **_optimizer_tensors(state, optimizer), **_random(rank)}
+    current = _without_stale(_model_tensors(state), state, rank)
+    tensors = {**current, **_optimizer_tensors(state, optimizer), **_random(rank)}
     writer = FileSystemWriter(partial, sync_files=True)
     try:
         with _single_process_is_fine():
@@ -133,6 +134,18 @@ def _model_tensors(state: State) -> dict[str, Any]:
     return {
         **{f"parameter/{name}": value.detach() for name, value in state.parameters.items()},
         **{f"buffer/{name}": value for name, value in state.buffers.items()},
+    }
+
+
+def _without_stale(tensors: dict[str, Any], state: State, rank: int) -> dict[str, Any]:
+    """Leave out buffers of which another rank has the latest copy."""
+    if not dist.is_initialized():
+        return tensors
+    updated: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(updated, state.updated)
+    stale = set().union(*updated) - updated[rank]
+    return {
+        key: value for key, value in tensors.items() if key.removeprefix("buffer/") not in stale
     }
 
 

@@ -93,7 +93,8 @@ class DistributedTransport:
         return parts
 
     def close(self) -> None:
-        """Leave the process groups; all ranks must have finished their transfers."""
+        """Wait for all ranks, so that none misses what another has sent last, and leave."""
+        dist.barrier()
         dist.destroy_process_group()
 
 

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import fx
 
 from mllm_compile.compiler.action import Action, Schedule
 from mllm_compile.compiler.captured import Prepared
@@ -86,8 +87,7 @@ class Executor:
                 only because another rank is gone.
         """
         step = _Step(self, schedule, programs, prepared, measure)
-        reads = HostReads() if measure else None
-        with torch.no_grad(), reads or nullcontext():
+        with torch.no_grad():
             for action in schedule.actions[self.transport.rank]:
                 self.publish(f"{action} of step {number}")
                 try:
@@ -97,8 +97,8 @@ class Executor:
                 step.observe()
             self.publish(f"the last transfers of step {number}")
             step.finish()
-        if reads is not None:
-            step.measures.host_reads = reads.count
+        if step.reads is not None:
+            step.measures.host_reads = step.reads.count
         return StepResult(step.losses, step.measures)
 
     def uses_of(self, program: StageProgram) -> Counter[str]:
@@ -150,6 +150,7 @@ class _Step:
         self.live: dict[tuple[int, int], LiveValues] = {}
         self.outbox = Outbox(schedule, executor.transport.rank)
         self.losses: dict[int, torch.Tensor] = {}
+        self.reads = HostReads() if measure else None
         self.measures = Measures(peak_live_bytes=0 if measure else None)
 
     def table(self, action: Action) -> LiveValues:
@@ -174,7 +175,10 @@ class _Step:
         if segment is None:
             raise RunError(explain(f"stage {action.stage}", expected=f"a segment for {action}"))
         inputs = [self.value(name, action.microbatch, table) for name in segment.inputs]
-        outputs: Sequence[Value] = segment.graph(*inputs)
+        # torch.compile falls back to the plain graph while such a mode is on.
+        interpreted = isinstance(segment.graph, fx.GraphModule)
+        with self.reads if interpreted and self.reads else nullcontext():
+            outputs: Sequence[Value] = segment.graph(*inputs)
         del inputs
         if len(outputs) != len(segment.outputs):
             expected = f"{len(segment.outputs)} outputs"
@@ -205,7 +209,7 @@ class _Step:
             return
         if prefix == "u":
             assert value is not None
-            self.state.buffers[rest] = value
+            self.state.set_buffer(rest, value)
             return
         if name == table.program.loss:
             assert value is not None

@@ -17,7 +17,8 @@ class Measures:
     ``peak_live_bytes`` counts the values of all microbatches alive between two actions, values
     being received included, each storage once. Parameters, buffers, parameter gradients, inputs and
     sent values whose transfer is under way are not in it.
-    It and ``host_reads`` are None unless the step was asked to measure.
+    It and ``host_reads`` are None unless the step was asked to measure. Host reads are those of the
+    segments' operators; a compiled segment hides its own.
     """
 
     messages_forward: int = 0

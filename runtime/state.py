@@ -20,7 +20,8 @@ class State:
 
     Args:
         parameters: of this rank's stages; a tied weight has one name, the first of its names.
-        buffers: of this rank's stages. A step replaces the tensor of a buffer that it updates.
+        buffers: of this rank's stages, or all. A step replaces those that the rank updates; copies
+            on other ranks stay behind.
         holders: for every tied parameter of the whole model, the ranks (two or more) on which it
             stands; the same mapping on every rank.
     """
@@ -34,7 +35,13 @@ class State:
         self.parameters = dict(parameters)
         self.buffers = dict(buffers or {})
         self.holders = {name: tuple(sorted(ranks)) for name, ranks in (holders or {}).items()}
+        self.updated: set[str] = set()
         self._sums: dict[str, torch.Tensor] = {}
+
+    def set_buffer(self, name: str, value: torch.Tensor) -> None:
+        """The new value of a buffer; ``updated`` tells whose copy is not the latest."""
+        self.buffers[name] = value
+        self.updated.add(name)
 
     def accumulate(self, name: str, gradient: torch.Tensor) -> None:
         """Add one microbatch's gradient of a parameter."""

@@ -114,19 +114,25 @@ def checkpointed(context: RankContext, payload: dict[str, Any]) -> dict[str, tor
     """Take a step of AdamW or load one into other numbers, save; returns the rank's tensors."""
     transport = DistributedTransport(CPU)
     full = model()
-    state = State({name: full[name] for name in payload["split"][context.rank]})
+    count = torch.zeros((), dtype=torch.int64)
+    state = State({n: full[n] for n in payload["split"][context.rank]}, {"count": count})
     optimizer = make_optimizer(Optimizer("AdamW", lr=0.1), state.parameters)
     assert optimizer is not None
     for parameter in state.parameters.values():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    if payload["source"] is not None:
+    if payload["source"] is None:
+        if context.rank == 1:
+            state.set_buffer("count", count + 7)
+    else:
         optimizer.step()
         path = checkpoint.checkpoints(payload["source"])[-1]
         checkpoint.load(path, state, optimizer, rank=context.rank)
     checkpoint.save(payload["target"], 1, state, optimizer, rank=context.rank)
     transport.close()
     found = {name: value.detach() for name, value in state.parameters.items()}
+    if payload["source"] is not None:
+        found |= state.buffers
     for name, parameter in state.parameters.items():
         found.update({f"{name} {k}": value for k, value in optimizer.state[parameter].items()})
     return found

@@ -2,10 +2,11 @@
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mllm_compile.compiler.action import Action, Schedule
@@ -211,3 +212,27 @@ def test_a_value_that_is_not_as_announced_is_refused() -> None:
     message = r"rank 0 \(stage 0, model.vision\) failed during 0SEND_F0>1 .*float64.*got .*float32"
     with pytest.raises(RunError, match=message):
         run_threads(1, rank_main)
+
+
+def test_measuring_does_not_switch_compiled_segments_off() -> None:
+    ran = []
+
+    def backend(graph: fx.GraphModule, inputs: object) -> Callable[..., object]:
+        def compiled(*values: torch.Tensor) -> object:
+            ran.append(True)
+            return graph.forward(*values)
+
+        return compiled
+
+    x = torch.ones(2)
+    program = single(lambda x: (x.sum(),), {"x:batch:x": x}, ("%loss",))
+    graph = torch.compile(program.forward.graph, backend=backend)
+    program = replace(program, forward=replace(program.forward, graph=graph))
+
+    def rank_main(transport: LocalTransport) -> None:
+        executor = Executor(transport, State({}), {0: 0})
+        work = [prepared({"x:batch:x": x})]
+        executor.step(Schedule.from_text("0: 0F0"), [{0: program}], work, measure=True)
+
+    run_threads(1, rank_main)
+    assert ran == [True]
