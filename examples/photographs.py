@@ -44,6 +44,7 @@ BOS, EOS, PAD, IMAGE = 256, 257, 258, 259
 IMAGE_SIZE, PATCH_SIZE = 112, 14
 IMAGE_TOKENS = (IMAGE_SIZE // PATCH_SIZE) ** 2
 IGNORED = -100
+MAX_CAPTION = 90
 
 
 def model() -> LlavaForConditionalGeneration:
@@ -88,6 +89,22 @@ def samples() -> list[dict[str, torch.Tensor]]:
         _sample(image, prompt, answer, length)
         for image, answer in zip(pixels, answers, strict=True)
     ]
+
+
+@torch.no_grad()
+def caption(trained: LlavaForConditionalGeneration, name: str) -> str:
+    """What a model says about the photograph called ``name``."""
+    sample = samples()[list(CAPTIONS).index(name)]
+    prompt = sample["input_ids"][(sample["labels"] == IGNORED) & (sample["input_ids"] != PAD)]
+    said = trained.eval().generate(
+        input_ids=prompt[None],
+        attention_mask=torch.ones_like(prompt)[None],
+        pixel_values=sample["pixel_values"][None],
+        max_new_tokens=MAX_CAPTION,
+        do_sample=False,
+    )
+    answer = said[0, len(prompt) :].tolist()
+    return bytes(token for token in answer if token < BOS).decode(errors="replace")
 
 
 def _sample(

@@ -9,6 +9,7 @@ from mllm_compile.compiler.errors import (
     RunError,
 )
 from mllm_compile.compiler.request import ModuleSpec, Optimizer, Parallel, Request
+from mllm_compile.weights import load_weights
 from mllm_compile.workload import Workload
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "RequestError",
     "RunError",
     "Workload",
+    "load_weights",
 ]

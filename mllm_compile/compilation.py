@@ -4,7 +4,7 @@ Compilation is a pure function of the request, the model and the microbatches, s
 for itself and arrives at the same step; nothing is shipped between ranks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,8 +67,9 @@ class Compiler:
         if len(batches) > 1:
             for item in prepared:
                 _check_splittable(item.program)
-        richest = max((item.program for item in prepared), key=_size)
-        self.plan(richest)  # first, so that it places the parameters
+        self.plan(
+            richest(item.program for item in prepared)
+        )  # first, so that it places the parameters
         plans = tuple(self.plan(item.program) for item in prepared)
         return Step(plans, _with_global_denominators(prepared), self._schedule(plans))
 
@@ -107,6 +108,11 @@ class Compiler:
             dry_run(made, plans[0].stages, variants)
             self._schedules[key] = made
         return self._schedules[key]
+
+
+def richest(programs: Iterable[Captured]) -> Captured:
+    """The program that reads most parameters (then: of most nodes); its plan places them all."""
+    return max(programs, key=_size)
 
 
 def _size(program: Captured) -> tuple[int, int]:

@@ -180,8 +180,10 @@ def _nodes(plan: Plan) -> Iterator[NodeRecord]:
 
 
 def _target(node: fx.Node) -> str:
-    target = node.target
-    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    """``view``, ``add.Tensor``, ``mllm.attention``: aten's namespace and ``default`` unsaid."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target).removeprefix("aten.").removesuffix(".default")
+    return getattr(node.target, "__name__", str(node.target))
 
 
 def _parameters(plan: Plan, model: nn.Module) -> Iterator[ParameterRecord]:

@@ -1,5 +1,8 @@
 """The reference: the plain, unmodified model in one process on the whole global batch."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
@@ -19,10 +22,17 @@ def reference(
     In float64 the model's casts to float32 are lifted, as in the program.
     """
     batch = ready_batch(request, workload.collate(global_batch(request, workload, step)))
-    grouped = GroupedProducts()  # type: ignore[no-untyped-call]
-    with lifted(torch.float64 if request.dtype == "float64" else None), grouped:
+    with as_compiled(request):
         (loss,) = loss_of(model(**batch))
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
     found = model.named_parameters()
     return loss.item(), {name: p.grad for name, p in found if p.grad is not None}
+
+
+@contextmanager
+def as_compiled(request: Request) -> Iterator[None]:
+    """Let a plain model compute what the program does: its casts to float32 lifted in float64."""
+    grouped = GroupedProducts()  # type: ignore[no-untyped-call]
+    with lifted(torch.float64 if request.dtype == "float64" else None), grouped:
+        yield

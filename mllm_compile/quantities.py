@@ -1,5 +1,7 @@
 """Numbers as people read them: ``1.23 G``, ``4.5 MiB``, ``-`` for nothing."""
 
+from collections.abc import Iterable
+
 
 def count(value: float) -> str:
     """A number of things or FLOPs, in powers of a thousand with three digits."""
@@ -14,6 +16,17 @@ def size(value: float) -> str:
 def share(part: float, whole: float) -> str:
     """A part of a whole in per cent."""
     return f"{100 * part / whole:.0f}%" if part and whole else "-"
+
+
+def numbers(values: Iterable[int]) -> str:
+    """Indices with runs folded: ``0-3, 7``; ``-`` for none."""
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs) or "-"
 
 
 def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:

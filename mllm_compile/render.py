@@ -3,6 +3,7 @@
 All figures are of one microbatch. Every table is derived from the document alone.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from itertools import takewhile
@@ -11,10 +12,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mllm_compile.compiler.request import Request
 from mllm_compile.compiler.stage import Boundary, Stage
 from mllm_compile.document import Document, NodeRecord, ParameterRecord
-from mllm_compile.quantities import count, share, size
+from mllm_compile.passes.modules import module_of_path
+from mllm_compile.quantities import count, numbers, share, size
 
 
 def plan_view(document: Document) -> Group:
@@ -41,19 +42,18 @@ def heading(document: Document) -> Text:
 
 def module_table(document: Document) -> Table:
     """One row per module of the request; together they account for every parameter once."""
-    table = _table("Modules", "module", "ranks", "stages", "trained")
+    table = new_table("Modules", "module", "ranks", "stages", "trained")
     for name in ("parameters", "F", "dI", "dW", "saved"):
         table.add_column(name, justify="right")
     for index, spec in enumerate(document.request.modules):
         nodes = [node for node in document.nodes if node.module == index]
         parameters = [p for p in document.parameters if module_of(document, p) == index]
-        stages = [str(stage.index) for stage in document.stages if stage.module == index]
-        ranks = ", ".join(map(str, spec.ranks))
-        places = (spec.name, ranks, ", ".join(stages) or "-", trained(parameters))
+        stages = [stage.index for stage in document.stages if stage.module == index]
+        places = (spec.name, numbers(spec.ranks), numbers(stages), trained(parameters))
         table.add_row(*places, *_figures(parameters, nodes))
     ops = [node for node in document.nodes if node.kind == "op"]
     copied = [node for node in ops if node.module is None and node.stages]
-    if copied:
+    if any(node.forward for node in copied):
         table.add_row("(replicated nodes, counted once)", "", "", "", *_figures((), copied))
     table.add_section()
     table.add_row("all", "", "", trained(document.parameters), *_figures(document.parameters, ops))
@@ -62,7 +62,7 @@ def module_table(document: Document) -> Table:
 
 def stage_table(document: Document) -> Table:
     """One row per stage: what it holds, its share of the work, which actions it has, and why."""
-    table = _table("Stages", "stage", "rank", "holds", "nodes")
+    table = new_table("Stages", "stage", "rank", "holds", "nodes")
     for name in ("parameters", "F", "dI", "dW", "share", "saved"):
         table.add_column(name, justify="right")
     table.add_column("does")
@@ -76,7 +76,7 @@ def stage_table(document: Document) -> Table:
         copies = f" + {len(stage.replicated)}" if stage.replicated else ""
         table.add_row(
             str(stage.index),
-            ", ".join(map(str, stage.ranks)),
+            numbers(stage.ranks),
             holds(document, stage),
             f"{len(own)}{copies}",
             *figures[:-1],
@@ -89,7 +89,7 @@ def stage_table(document: Document) -> Table:
 
 def boundary_table(document: Document) -> Table:
     """One row per value that crosses between stages, with its bytes in both directions."""
-    table = _table("Boundaries", "from", "to", "value", "type", "made by")
+    table = new_table("Boundaries", "from", "to", "value", "type", "made by")
     table.add_column("forward", justify="right")
     table.add_column("backward", justify="right")
     records = {node.name: node for node in document.nodes}
@@ -107,22 +107,25 @@ def boundary_table(document: Document) -> Table:
 
 def glue_table(document: Document) -> Table:
     """Nodes that no module of the request owns: where they went, and which are copied."""
-    table = _table("Glue and replicated nodes", "owner", "nodes", "runs in", "why", "operators")
-    groups: dict[tuple[str, str, str], list[NodeRecord]] = {}
+    table = new_table("Glue and replicated nodes", "owner", "nodes", "runs in", "why", "operators")
+    groups: dict[tuple[str, str], list[NodeRecord]] = {}
     for node in document.nodes:
+        copied = node.module is None
         if node.kind != "op" or not node.stages:
             continue
-        copied = node.module is None
-        if not copied and spec_of(document.request, node.owner) == node.module:
-            continue
-        why = "inputs alone decide it" if copied else "first stage that uses it"
-        runs_in = ("stages " if len(node.stages) > 1 else "stage ") + ", ".join(
-            map(str, node.stages)
-        )
-        groups.setdefault((node.owner or "(model)", runs_in, why), []).append(node)
-    for (owner, runs_in, why), nodes in sorted(groups.items()):
+        if copied or module_of_path(document.request, node.owner) != node.module:
+            why = "inputs alone decide it" if copied else "first stage that uses it"
+            groups.setdefault((pattern(node.owner) or "(model)", why), []).append(node)
+    for (owner, why), nodes in sorted(groups.items()):
+        stages = sorted({stage for node in nodes for stage in node.stages})
+        runs_in = f"stage{'s' * (len(stages) > 1)} {numbers(stages)}"
         table.add_row(owner, str(len(nodes)), runs_in, why, most_common(node.op for node in nodes))
     return table
+
+
+def pattern(path: str) -> str:
+    """The path with ``*`` for numbers between dots, so that equal layers fall together."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
 
 def holds(document: Document, stage: Stage) -> str:
@@ -131,7 +134,7 @@ def holds(document: Document, stage: Stage) -> str:
     paths = [
         node.owner.split(".")
         for node in document.nodes
-        if node.name in own and spec_of(document.request, node.owner) == stage.module
+        if node.name in own and module_of_path(document.request, node.owner) == stage.module
     ]
     if not paths:
         return "glue"
@@ -175,19 +178,8 @@ def stage_nodes(document: Document, stage: Stage) -> list[NodeRecord]:
 def module_of(document: Document, parameter: ParameterRecord) -> int | None:
     """The request module that accounts for a parameter: by its stage, before that by its path."""
     if parameter.stage is None:
-        return spec_of(document.request, parameter.name)
+        return module_of_path(document.request, parameter.name)
     return next(s.module for s in document.stages if s.index == parameter.stage)
-
-
-def spec_of(request: Request, path: str) -> int | None:
-    """The request module with the longest path that covers ``path``; None for glue."""
-    best: tuple[int, int] | None = None
-    for index, spec in enumerate(request.modules):
-        for prefix in spec.paths:
-            covers = not prefix or path == prefix or path.startswith(prefix + ".")
-            if covers and (best is None or len(prefix) > best[0]):
-                best = (len(prefix), index)
-    return None if best is None else best[1]
 
 
 def trained(parameters: Iterable[ParameterRecord]) -> str:
@@ -207,10 +199,11 @@ def most_common(names: Iterable[str], limit: int = 4) -> str:
     return f"{text}, …" if len(counts) > limit else text
 
 
-def _table(title: str, *columns: str) -> Table:
+def new_table(title: str, *columns: str) -> Table:
+    """An empty table in the one style."""
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
     for column in columns:
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     return table
 
 

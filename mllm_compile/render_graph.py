@@ -10,15 +10,14 @@ from rich.text import Text
 from mllm_compile.compiler.errors import RequestError, explain
 from mllm_compile.compiler.stage import Stage
 from mllm_compile.document import Document, NodeRecord
+from mllm_compile.passes.modules import module_of_path
 from mllm_compile.quantities import count, size
-from mllm_compile.render import boundary_table, spec_of, stage_nodes, stage_table
+from mllm_compile.render import boundary_table, new_table, stage_nodes, stage_table
 
 
 def listing(nodes: Iterable[NodeRecord]) -> Table:
     """One row per computed node in graph order, a section per module that owns a run of them."""
-    table = Table(title="Graph", title_justify="left", title_style="bold", header_style="bold")
-    for name in ("node", "operator", "type", "stage"):
-        table.add_column(name, overflow="fold")
+    table = new_table("Graph", "node", "operator", "type", "stage")
     for name in ("F", "dI", "dW", "saved"):
         table.add_column(name, justify="right")
     table.add_column("grad")
@@ -118,7 +117,7 @@ def _place(document: Document, node: NodeRecord) -> str:
     if node.module is None:
         return f"{where}: computed from inputs alone, so every stage that needs it computes it"
     spec = document.request.modules[node.module]
-    if spec_of(document.request, node.owner) == node.module:
+    if module_of_path(document.request, node.owner) == node.module:
         return f"{where}: its owner belongs to {spec.name}"
     return f"{where}: no module of the request owns it; it runs in the first stage that uses it"
 

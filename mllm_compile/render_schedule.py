@@ -4,7 +4,7 @@ Ticks show the order and the waiting. How busy each rank is comes from a second 
 action takes as long as its FLOPs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from rich.text import Text
 
@@ -12,10 +12,11 @@ from mllm_compile.compiler.action import COMPUTE, Schedule
 from mllm_compile.compiler.simulate import Cost, Simulation, StageCost, simulate
 from mllm_compile.compiler.variant import Variant
 from mllm_compile.document import Document
-from mllm_compile.render import stage_nodes
+from mllm_compile.quantities import numbers
+from mllm_compile.render import actions_of, stage_nodes
 
 STYLES = {"F": "blue", "I": "green", "W": "yellow"}
-MAX_ROWS = 64
+MAX_ROWS = 48
 
 
 def schedule_grid(document: Document, width: int) -> Text:
@@ -54,9 +55,17 @@ def schedule_grid(document: Document, width: int) -> Text:
 
 def _busy(document: Document, work: Simulation) -> str:
     """How much of the step each rank computes, and how many microbatches each stage holds."""
-    busy = ", ".join(f"{rank}: {1 - work.bubble(rank):.0%}" for rank in sorted(work.busy))
-    peaks = ", ".join(f"{stage}: {number}" for stage, number in work.peak_microbatches.items())
-    return f"busy, by FLOPs, of rank {busy}\nmicrobatches in flight at stage {peaks}"
+    busy = {rank: f"{1 - work.bubble(rank):.0%}" for rank in sorted(work.busy)}
+    held = {stage: f"{number}" for stage, number in work.peak_microbatches.items()}
+    return f"busy, by FLOPs: {_grouped('rank', busy)}\nin flight: {_grouped('stage', held)}"
+
+
+def _grouped(what: str, values: Mapping[int, str]) -> str:
+    """``stage 0: 3; stage 1-4: 2``: indices of equal value together."""
+    groups: dict[str, list[int]] = {}
+    for index, value in values.items():
+        groups.setdefault(value, []).append(index)
+    return "; ".join(f"{what} {numbers(found)}: {value}" for value, found in groups.items())
 
 
 def _replay(document: Document, schedule: Schedule, cost: Callable[[int], StageCost]) -> Simulation:
@@ -72,10 +81,13 @@ def _replay(document: Document, schedule: Schedule, cost: Callable[[int], StageC
 
 
 def _cost(document: Document, index: int) -> StageCost:
-    nodes = stage_nodes(document, document.stages[index])
-    return StageCost(
-        forward=sum(node.forward for node in nodes),
-        input_grad=sum(node.input_grad for node in nodes),
-        weight_grad=sum(node.weight_grad for node in nodes),
-        saved_bytes=sum(node.saved for node in nodes),
-    )
+    """FLOPs as seconds; a stage that sends no gradients up does all its backward work in W."""
+    stage = document.stages[index]
+    nodes = stage_nodes(document, stage)
+    costs = {
+        name: sum(getattr(node, name) for node in nodes)
+        for name in ("forward", "input_grad", "weight_grad")
+    }
+    if "I" not in actions_of(document, stage)[0]:
+        costs["weight_grad"] += costs.pop("input_grad")
+    return StageCost(**costs)

@@ -1,0 +1,136 @@
+"""The command line: arguments and errors. What commands do stands in ``commands_*``.
+
+Exit codes: 0 done; 1 verified and found different; 2 an error, told in one paragraph on standard
+error (``--debug`` shows the traceback); 130 interrupted.
+"""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import NoReturn
+
+from mllm_compile.compiler.errors import CompileError
+
+ERROR = 2
+INTERRUPTED = 130
+
+
+class Parser(argparse.ArgumentParser):
+    """Argument errors, too, are one paragraph and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and where help is."""
+        self.exit(ERROR, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        code = _command(options.command)(options)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if options.debug:
+            traceback.print_exc()
+        print(f"mllm-compile {options.command}: {_paragraph(error)}", file=sys.stderr)
+        return ERROR
+
+
+def _command(name: str) -> Callable[[argparse.Namespace], int]:
+    """The command's function; what it needs is imported only now, for quick help and errors."""
+    if name in ("verify", "run"):
+        from mllm_compile import commands_run
+
+        return {"verify": commands_run.verify, "run": commands_run.run}[name]
+    from mllm_compile import commands_plan as plan
+
+    return {"capture": plan.capture, "plan": plan.plan, "inspect": plan.inspect}[name]
+
+
+def _paragraph(error: Exception) -> str:
+    """The message in one paragraph; an error that is not ours is named and traceable."""
+    notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
+    parts = [str(error), *notes]
+    text = " ".join(" ".join(parts).split())
+    if isinstance(error, CompileError):
+        return text
+    return f"{type(error).__name__}: {text or 'no message'}; --debug shows where"
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="mllm-compile", description="Compile and train multimodal LLMs.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, text, add in (
+        ("capture", "one graph of the model's forward, and how it was made", None),
+        ("plan", "decide everything, and show it as tables", _plan_options),
+        ("verify", "compare loss and every gradient with the plain model's", _verify_options),
+        ("run", "train", _run_options),
+        ("inspect", "look at a plan: graph, ranks, single nodes, differences", _inspect_options),
+    ):
+        command = commands.add_parser(name, help=text, description=text.capitalize() + ".")
+        what = "REQUEST" if name != "inspect" else "PLAN-or-REQUEST"
+        kind = "a TOML request" if name != "inspect" else "a plan file, or a TOML request"
+        command.add_argument("path", metavar=what, help=kind)
+        command.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            metavar="KEY=VALUE",
+            dest="overrides",
+            help="change a key of the request, like microbatches=8 or module.1.pipeline=4",
+        )
+        command.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+        if name in ("capture", "plan", "inspect"):
+            command.add_argument(
+                "--meta", action="store_true", help="keep parameters without storage"
+            )
+        if add is not None:
+            add(command)
+    return parser
+
+
+def _plan_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("-o", "--output", metavar="PLAN.json", help="write the plan to a file")
+    command.add_argument("--stop-after", metavar="PASS", help="stop after this pass")
+    command.add_argument("--dump", metavar="DIR", help="write the plan after every pass")
+
+
+def _verify_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--in-process", action="store_true", help="one thread a rank, no launch")
+    command.add_argument("--json", metavar="OUT", help="write the report to a file")
+
+
+def _run_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--steps", type=int, metavar="N", default=10, help="optimizer steps (10)")
+    command.add_argument("--checkpoint", metavar="DIR", default="", help="save there at the end")
+    command.add_argument(
+        "--save-every", type=int, metavar="N", default=0, help="and after every N steps"
+    )
+    command.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    command.add_argument("--log", metavar="OUT.jsonl", help="write loss and speed of every step")
+
+
+def _inspect_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--graph", metavar="MODULE", help="list the nodes of a module; '' is all")
+    command.add_argument("--rank", type=int, metavar="R", help="all that one rank does")
+    command.add_argument("--explain", metavar="NODE", help="where, why and how dear one node is")
+    command.add_argument(
+        "--diff", nargs=2, metavar="PASS", help="what changed in the plan between two passes"
+    )
+
+
+def _version() -> str:
+    try:
+        return version("mllm-compile")
+    except PackageNotFoundError:
+        return "(not installed)"
