@@ -13,7 +13,7 @@ from mllm_compile.kernels.attention import mask as predicates
 from mllm_compile.passes.capture.attention import attention_interfaces
 from mllm_compile.passes.capture.attention_sites import TORCH_SDPA, AttentionSites
 from tests.families import FAMILIES
-from tests.test_families import lifted, loss_of, plain
+from tests.test_families import doubled, loss_of, plain
 
 TOLERANCE = 1e-12
 
@@ -43,7 +43,7 @@ def run(model, batch):
 
 def batch_of(workload, size=4):
     """Samples of different lengths, so right padding."""
-    return lifted(workload.collate(list(workload.samples)[:size]))
+    return doubled(workload.collate(list(workload.samples)[:size]))
 
 
 def configs(model):
@@ -53,11 +53,12 @@ def configs(model):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family_computes_the_same(name):
     workload = FAMILIES[name]()
-    model, batch = plain(workload), batch_of(workload)
-    before = [getattr(c, "_attn_implementation", None) for c in configs(model)]
-    want, reference = run(model, batch)
-    with Calls() as calls, attention_interfaces(model) as sites:
-        got, grads = run(model, batch)
+    batch = batch_of(workload)
+    with plain(workload) as model:
+        before = [getattr(c, "_attn_implementation", None) for c in configs(model)]
+        want, reference = run(model, batch)
+        with Calls() as calls, attention_interfaces(model) as sites:
+            got, grads = run(model, batch)
     assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
     assert grads.keys() == reference.keys()
     everything = torch.stack([g.norm() for g in reference.values()]).norm()
@@ -90,8 +91,8 @@ def test_masks_equal_transformers_own(name, monkeypatch):
 
     monkeypatch.setattr(AttentionSites, "make_mask", both)
     workload = FAMILIES[name]()
-    model, batch = plain(workload), batch_of(workload)
-    with Calls() as calls, attention_interfaces(model) as sites:
+    batch = batch_of(workload)
+    with plain(workload) as model, Calls() as calls, attention_interfaces(model) as sites:
         model(**batch)
     segments = {id(made) for *_, made in sites._segments}
     masks = sum(made is not None for made in compared)
@@ -101,10 +102,9 @@ def test_masks_equal_transformers_own(name, monkeypatch):
 def test_equal_predicates_share_a_key():
     """Captures again and again leave one entry for a rule."""
     workload = FAMILIES["gemma3"]()
-    model = plain(workload)
     sizes = []
     for size in (2, 4):
-        with attention_interfaces(model):
+        with plain(workload) as model, attention_interfaces(model):
             model(**batch_of(workload, size))
         sizes.append(len(predicates.PREDICATES))
     assert sizes[0] == sizes[1]

@@ -1,24 +1,27 @@
 """The zoo itself: parts cover the model, and the plain model's loss splits over microbatches."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
+from mllm_compile.kernels.grouped_mm import GroupedProducts
+from mllm_compile.passes.capture.lift import lifted
 from tests.families import FAMILIES, MODULES
 
 
-def lifted(batch):
+def doubled(batch):
     return {
         name: value.double() if torch.is_tensor(value) and value.is_floating_point() else value
         for name, value in batch.items()
     }
 
 
+@contextmanager
 def plain(workload):
-    """The model in float64; experts on the loop that has a float64 kernel."""
-    model = workload.model.double()
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")
-    return model
+    """The unmodified model in float64, its casts to float32 lifted, its experts in float64 too."""
+    with lifted(torch.float64), GroupedProducts():
+        yield workload.model.double()
 
 
 def loss_of(output):
@@ -59,24 +62,28 @@ def test_samples_are_seeded_and_differ(name):
 def test_loss_is_the_label_weighted_mean_of_microbatches(name):
     """What the plain model computes does not depend on how samples are batched."""
     workload = FAMILIES[name]()
-    model, samples = plain(workload), list(workload.samples)
-
-    def run(parts):
-        model.zero_grad(set_to_none=True)
-        total = sum(valid_labels(workload.collate(part)) for part in parts)
-        value = 0.0
-        for part in parts:
-            batch = lifted(workload.collate(part))
-            loss = loss_of(model(**batch)).double() * (valid_labels(batch) / total)
-            loss.backward()
-            value += loss.item()
-        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        return value, grads
-
-    want, reference = run([samples])
-    got, grads = run([samples[i : i + 2] for i in range(0, len(samples), 2)])
-    assert got == pytest.approx(want, rel=1e-5)
+    samples = list(workload.samples)
+    with plain(workload) as model:
+        want, reference = weighted(model, workload, [samples])
+        parts = [samples[i : i + 2] for i in range(0, len(samples), 2)]
+        got, grads = weighted(model, workload, parts)
+    assert got == pytest.approx(want, rel=1e-9)
     everything = torch.stack([g.norm() for g in reference.values()]).norm()
+    assert grads.keys() <= reference.keys()
     for parameter, expected in reference.items():
-        error = (grads[parameter] - expected).norm() / expected.norm().clamp_min(1e-5 * everything)
-        assert error <= 1e-5, (parameter, error.item())
+        difference = grads.get(parameter, torch.zeros_like(expected)) - expected
+        error = difference.norm() / expected.norm().clamp_min(1e-5 * everything)
+        assert error <= 1e-9, (parameter, error.item())
+
+
+def weighted(model, workload, parts):
+    """Loss and gradients summed over parts, each weighted by its share of the labels."""
+    batches = [doubled(workload.collate(part)) for part in parts]
+    total = sum(map(valid_labels, batches))
+    model.zero_grad(set_to_none=True)
+    value = 0.0
+    for batch in batches:
+        loss = loss_of(model(**batch)) * (valid_labels(batch) / total)
+        loss.backward()
+        value += loss.item()
+    return value, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

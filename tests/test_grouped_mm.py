@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mllm_compile.kernels import grouped_mm as grouped
 from tests.families import FAMILIES
-from tests.test_families import lifted
+from tests.test_families import doubled
 
 OFFSETS = [[3, 7, 12], [0, 0, 12], [5, 5, 9], [0, 0, 0], [12, 12, 12]]
 
@@ -124,7 +124,7 @@ def test_other_forms():
 def test_experts_in_float64_equal_the_loop():
     """A mixture model runs in float64 as it is, and agrees with its own loop over experts."""
     workload = FAMILIES["qwen3_vl_moe"]()
-    model, batch = workload.model.double(), lifted(workload.collate(list(workload.samples)[:3]))
+    model, batch = workload.model.double(), doubled(workload.collate(list(workload.samples)[:3]))
     with pytest.raises(RuntimeError), torch.no_grad():
         model(**batch)
     with grouped.GroupedProducts():
