@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from mllm_compile.compiler.derivative import edges_of, forward
-from mllm_compile.compiler.flow import Flow, call_of
+from mllm_compile.compiler.derivative import edges_of
+from mllm_compile.compiler.flow import Flow
 from mllm_compile.compiler.graph import Graph, is_element, size_bytes, tensors_of
 from mllm_compile.compiler.plan import NodeCost
 
@@ -32,7 +32,7 @@ def costs(graph: Graph, flow: Flow) -> dict[str, NodeCost]:
         backward = flow.backwards.get(node)
         total, inputs = (backward.flops, backward.input_flops) if backward else (0, 0)
         found[node.name] = NodeCost(
-            forward=forward(call_of(node, flow.requires)).flops,
+            forward=flow.forwards[node].flops,
             input_grad=inputs,
             weight_grad=total - inputs,
             bytes=size_bytes(node),
@@ -69,7 +69,7 @@ def _bases(graph: Graph, flow: Flow) -> Mapping[Value, Value]:
             bases[node, 0] = bases[source, place]  # type: ignore[index]
         else:
             sources = edges_of(node)
-            alias = forward(call_of(node, flow.requires)).alias
+            alias = flow.forwards[node].alias
             for value, edge in zip(own, alias, strict=True):
                 bases[value] = value if edge is None else bases[sources[edge], 0]
     return bases

@@ -11,83 +11,100 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from mllm_compile.compiler.derivative import Backward, Call, backward, edges_of, forward
+from mllm_compile.compiler.derivative import (
+    Backward,
+    Call,
+    Forward,
+    backward,
+    edges_of,
+    forward,
+)
 from mllm_compile.compiler.graph import Graph, is_element, tensors_of
 
-NOTHING = Backward()
+
+@dataclass(frozen=True)
+class Required:
+    """``flags``: per node, the ``requires_grad`` flag of each element of its value.
+
+    ``calls`` and ``forwards``: what every live computing node calls, and what its forward does.
+    """
+
+    flags: Mapping[fx.Node, tuple[bool, ...]]
+    calls: Mapping[fx.Node, Call]
+    forwards: Mapping[fx.Node, Forward]
 
 
 @dataclass(frozen=True)
 class Flow:
-    """``requires``: per node, the ``requires_grad`` flag of each element of its value.
+    """``needs``: nodes and placeholders that get a gradient.
 
-    ``needs``: nodes and placeholders that get a gradient. ``edges``: (source, reader) pairs over
-    which it comes. ``backwards``: what the backward of each computing node does.
+    ``edges``: (source, reader) pairs over which it comes. ``forwards`` and ``backwards``: what
+    every computing node does, as far as it does.
     """
 
-    requires: Mapping[fx.Node, tuple[bool, ...]]
     needs: frozenset[fx.Node]
     edges: frozenset[tuple[fx.Node, fx.Node]]
+    forwards: Mapping[fx.Node, Forward]
     backwards: Mapping[fx.Node, Backward]
 
 
 def flow(graph: Graph) -> Flow:
     """Follow gradients through the live part of the main graph."""
-    requires = required(graph)
+    required = follow_forwards(graph)
     wanted: dict[fx.Node, set[int]] = {}
     edges: set[tuple[fx.Node, fx.Node]] = set()
     backwards: dict[fx.Node, Backward] = {}
-    if graph.loss is not None and requires[graph.loss][0]:
+    if graph.loss is not None and required.flags[graph.loss][0]:
         wanted[graph.loss] = {0}
     for node in reversed(graph.nodes):
         elements = wanted.get(node)
         if not elements or node not in graph.live:
             continue
         if is_element(node):
-            source, place = node.args
-            assert isinstance(source, fx.Node)
-            wanted.setdefault(source, set()).add(int(place))  # type: ignore[arg-type]
+            source, place = _element(node)
+            wanted.setdefault(source, set()).add(place)
             edges.add((source, node))
             continue
-        backwards[node] = _backward(graph, node, frozenset(elements), requires)
-        for source, reached in zip(edges_of(node), backwards[node].edges, strict=True):
+        sources = edges_of(node)
+        weights = frozenset(k for k, source in enumerate(sources) if source in graph.weights)
+        backwards[node] = backward(required.calls[node], frozenset(elements), weights)
+        for source, reached in zip(sources, backwards[node].edges, strict=True):
             if reached:
                 wanted.setdefault(source, set()).add(0)
                 edges.add((source, node))
-    return Flow(requires, frozenset(wanted), frozenset(edges), backwards)
+    return Flow(frozenset(wanted), frozenset(edges), required.forwards, backwards)
 
 
-def required(graph: Graph) -> dict[fx.Node, tuple[bool, ...]]:
-    """The ``requires_grad`` flag of every element of every node."""
-    requires: dict[fx.Node, tuple[bool, ...]] = {}
+def follow_forwards(graph: Graph) -> Required:
+    """Which values require a gradient, following the operators from parameters on."""
+    flags: dict[fx.Node, tuple[bool, ...]] = {}
+    calls: dict[fx.Node, Call] = {}
+    forwards: dict[fx.Node, Forward] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
-            item = graph.input_of[node]
-            tensor = tensors_of(node)[0]
-            differentiable = tensor is None or tensor.is_floating_point() or tensor.is_complex()
-            requires[node] = (item.kind == "parameter" and item.trainable and differentiable,)
+            flags[node] = (_trains(graph, node),)
         elif is_element(node):
-            source, place = node.args
-            requires[node] = (requires[source][place],)  # type: ignore[index]
-        elif node in graph.live and any(requires[source][0] for source in node.all_input_nodes):
-            requires[node] = forward(call_of(node, requires)).requires_grad
+            source, place = _element(node)
+            flags[node] = (flags[source][place],)
+        elif node in graph.live:
+            calls[node] = Call.of(node, lambda source: flags[source][0])
+            forwards[node] = forward(calls[node])
+            flags[node] = forwards[node].requires_grad
         else:
-            requires[node] = (False,) * len(tensors_of(node))
-    return requires
+            flags[node] = (False,)
+    return Required(flags, calls, forwards)
 
 
-def call_of(node: fx.Node, requires: Mapping[fx.Node, tuple[bool, ...]]) -> Call:
-    """The operator call of a node, its arguments with their ``requires_grad`` flags."""
-    return Call.of(node, lambda source: requires[source][0])
+def _trains(graph: Graph, placeholder: fx.Node) -> bool:
+    item = graph.input_of[placeholder]
+    tensor = tensors_of(placeholder)[0]
+    differentiable = tensor is None or tensor.is_floating_point() or tensor.is_complex()
+    return item.kind == "parameter" and item.trainable and differentiable
 
 
-def _backward(
-    graph: Graph,
-    node: fx.Node,
-    elements: frozenset[int],
-    requires: Mapping[fx.Node, tuple[bool, ...]],
-) -> Backward:
-    weights = frozenset(
-        place for place, source in enumerate(edges_of(node)) if source in graph.weights
-    )
-    return backward(call_of(node, requires), elements, weights)
+def _element(node: fx.Node) -> tuple[fx.Node, int]:
+    """The tuple that an element is taken from, and its place there."""
+    source, place = node.args
+    assert isinstance(source, fx.Node)
+    assert isinstance(place, int)
+    return source, place

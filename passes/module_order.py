@@ -13,7 +13,7 @@ from torch import fx
 from mllm_compile.compiler.errors import RequestError, explain
 from mllm_compile.compiler.graph import Graph
 from mllm_compile.compiler.request import Request
-from mllm_compile.passes.modules import module_of_path, sinks
+from mllm_compile.passes.modules import bound_modules
 
 Flows = Mapping[tuple[int, int], list[fx.Node]]
 
@@ -32,12 +32,11 @@ def module_flows(graph: Graph, request: Request) -> Flows:
     """(module, module that reads it) -> the values that get from the one to the other."""
     flows: dict[tuple[int, int], list[fx.Node]] = defaultdict(list)
     origins: dict[fx.Node, dict[fx.Node, int]] = {}
+    bound = bound_modules(graph, request)
     for node in graph.placed:
         if node in graph.weights:
             continue
-        own = None
-        if not sinks(graph, request, node):
-            own = module_of_path(request, node.meta.get("owner", ""))
+        own = bound[node]
         found = {
             k: v for source in node.all_input_nodes for k, v in origins.get(source, {}).items()
         }

@@ -3,7 +3,7 @@
 A node of a requested module, or of anything below it, runs there: the longest path wins. All other
 nodes are *glue*: they sink to the first module that reads them, but not above their inputs. Glue
 that only leads to outputs stays where its inputs are. Weight nodes follow their first reader. A
-node without parameters whose own module stands before its inputs (an encoder that merges its
+node without parameters whose module stands before one of its inputs' (an encoder that merges its
 features into the text by itself) is glue, too.
 """
 
@@ -60,21 +60,32 @@ def known_paths(graph: Graph) -> set[str]:
     return known - {""}
 
 
+def bound_modules(graph: Graph, request: Request) -> dict[fx.Node, int | None]:
+    """The module that every placed node is bound to; None for what sinks to its first reader."""
+    bound: dict[fx.Node, int | None] = {}
+    latest: dict[fx.Node, int] = {}
+    reading = set(graph.sites.values())
+    for node in graph.placed:
+        own = module_of_path(request, node.meta.get("owner", ""))
+        before = max((latest.get(source, -1) for source in node.all_input_nodes), default=-1)
+        early = own is not None and before > own and node not in reading
+        bound[node] = None if early or graph.reader[node] is not node else own
+        latest[node] = max(before, -1 if (module := bound[node]) is None else module)
+    return bound
+
+
 def assign_modules(
     graph: Graph, request: Request, placement: Mapping[Site, int] | None = None
 ) -> dict[str, int]:
     """``module_of`` of every placed node; sites with a given stage stay in its module."""
-    assigned = _pinned(graph, request, placement or {})
-    for node in graph.placed:
-        module = module_of_path(request, node.meta.get("owner", ""))
-        if module is not None and not sinks(graph, request, node):
-            assigned.setdefault(node, module)
+    bound = bound_modules(graph, request)
+    assigned = {node: module for node, module in bound.items() if module is not None}
+    assigned |= _pinned(graph, request, placement or {})
     _sink(graph, assigned)
-    reading = set(graph.sites.values())
-    for node in graph.placed:  # nothing rises above its inputs, but for what reads a parameter
-        inputs = [assigned[source] for source in node.all_input_nodes if source in assigned]
-        if inputs and (sinks(graph, request, node) or node not in reading):
-            assigned[node] = max([*inputs, *([assigned[node]] if node in assigned else [])])
+    for node in graph.placed:  # glue without readers, and glue that would rise above its inputs
+        inputs = _modules(node.all_input_nodes, assigned)
+        if bound[node] is None and inputs:
+            assigned[node] = max([*inputs, *_modules([node], assigned)])
     _sink(graph, assigned)
     for node in graph.placed:
         if is_element(node):
@@ -92,13 +103,6 @@ def _pinned(graph: Graph, request: Request, placement: Mapping[Site, int]) -> di
         for site, node in graph.sites.items()
         if site in placement
     }
-
-
-def sinks(graph: Graph, request: Request, node: fx.Node) -> bool:
-    """Whether a node goes to its first reader: glue and weight nodes, unless nothing reads them."""
-    if graph.reader[node] is not node:
-        return True
-    return module_of_path(request, node.meta.get("owner", "")) is None
 
 
 def _sink(graph: Graph, assigned: dict[fx.Node, int]) -> None:

@@ -19,7 +19,7 @@ from torch import fx
 from mllm_compile.compiler.errors import RequestError, explain
 from mllm_compile.compiler.graph import Graph, is_element, size_bytes
 from mllm_compile.compiler.plan import Plan
-from mllm_compile.passes.modules import sinks
+from mllm_compile.passes.modules import bound_modules
 
 Floats = npt.NDArray[np.float64]
 
@@ -98,7 +98,8 @@ class _Order:
                 self.leader[node] = self.leader[node.all_input_nodes[0]]
             self.members[self.leader[node]].append(node)
         self.leaders = sorted(self.members, key=graph.index.__getitem__)
-        self.sinking = {node for node in self.leaders if sinks(graph, plan.request, node)}
+        bound = bound_modules(graph, plan.request)
+        self.sinking = {node for node in self.leaders if bound[node] is None}
         self.place = self._places()
         self.lowest, self.highest = self._bounds(stages)
 

@@ -232,6 +232,34 @@ def test_circular_modules_are_refused():
         plan_of(Circular(), {"x": torch.randn(2, 4)}, ("a", 1), ("b", 1))
 
 
+class Merging(nn.Module):
+    """An encoder that puts its features into the text by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.map = nn.Linear(4, 4)
+
+    def forward(self, pixels, text):
+        return torch.where(text > 0, self.map(pixels), text)
+
+
+class Merged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.embed, self.last = Merging(), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, pixels, text):
+        return self.last(self.encoder(pixels, self.embed(text))).sum()
+
+
+def test_a_merge_inside_an_encoder_runs_where_the_text_is():
+    inputs = {"pixels": torch.randn(2, 4), "text": torch.randn(2, 4)}
+    plan = plan_of(Merged(), inputs, ("encoder", 1), (("embed", "last"), 1))
+    assert plan.stages[0].parameters == ("encoder.map.weight", "encoder.map.bias")
+    assert "encoder" in owners(plan, 1)
+    assert set(crossings(plan)) == {(0, 1)}
+
+
 def test_more_stages_than_places_to_cut_are_refused():
     with pytest.raises(RequestError, match=r"\(model\): pipeline: expected at most 4, .* got 40"):
         plan_of(Circular(), {"x": torch.randn(2, 4)}, ("", 40))
