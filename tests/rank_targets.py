@@ -114,16 +114,15 @@ def checkpointed(context: RankContext, payload: dict[str, Any]) -> dict[str, tor
     """Take a step of AdamW or load one into other numbers, save; returns the rank's tensors."""
     transport = DistributedTransport(CPU)
     full = model()
-    count = torch.zeros((), dtype=torch.int64)
-    state = State({n: full[n] for n in payload["split"][context.rank]}, {"count": count})
+    counts = {f"count{rank}": torch.tensor(0) for rank in range(3)}
+    state = State({n: full[n] for n in payload["split"][context.rank]}, counts)
     optimizer = make_optimizer(Optimizer("AdamW", lr=0.1), state.parameters)
     assert optimizer is not None
     for parameter in state.parameters.values():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     if payload["source"] is None:
-        if context.rank == 1:
-            state.set_buffer("count", count + 7)
+        state.set_buffer(f"count{context.rank}", torch.tensor(7 + context.rank))
     else:
         optimizer.step()
         path = checkpoint.checkpoints(payload["source"])[-1]
