@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mllm_compile.compiler.errors import CaptureError
 from mllm_compile.kernels.attention import mask as predicates
 from mllm_compile.passes.capture.attention import attention_interfaces
 from mllm_compile.passes.capture.attention_sites import TORCH_SDPA, AttentionSites
@@ -137,6 +138,28 @@ def test_predicate_tensors_are_taken_out_and_put_back():
     got = predicates.mask([other], key, 1, 4, 4, torch.device("cpu"))
     q, k = torch.arange(4)[:, None], torch.arange(4)[None]
     assert torch.equal(got[0, 0], (other[0][:, None] == other[0][None]) & (q - k >= 1))
+
+
+class Keeper:
+    def __init__(self):
+        self.table = torch.zeros(3)
+
+    def rule(self, batch, head, query, key):
+        return self.table[query] >= self.table[key]
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_hidden_tensors_are_refused(bound):
+    keeper = Keeper()
+    rule = keeper.rule if bound else lambda *indices: keeper.rule(*indices)
+    with pytest.raises(ValueError, match="Keeper keeps tensors"):
+        predicates.separate(rule)
+
+
+def test_static_caches_are_refused():
+    arguments = {**mask_arguments(None, False), "q_offset": torch.tensor(0)}
+    with pytest.raises(CaptureError, match="use_cache=False"):
+        AttentionSites().make_mask(**arguments)
 
 
 def test_constants_tell_predicates_apart():

@@ -62,16 +62,31 @@ def register(predicate: Predicate) -> int:
 
 
 def separate(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[Tensor]]:
-    """``function`` with slots for the tensors it closes over, and those tensors in slot order."""
+    """``function`` with slots for the tensors it closes over, and those tensors in slot order.
+
+    ValueError for an object that keeps tensors as attributes: they cannot be taken out.
+    """
     found: dict[int, tuple[Slot, Tensor]] = {}
 
     def take(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
+            _refuse_hidden_tensors(leaf)
             return leaf
         return found.setdefault(id(leaf), (Slot(len(found)), leaf))[0]
 
     template = _rebuild(function, take)
     return template, [tensor for _, tensor in found.values()]
+
+
+def _refuse_hidden_tensors(value: Any) -> None:
+    owner = getattr(value, "__self__", value)
+    if any(isinstance(item, Tensor) for item in getattr(owner, "__dict__", {}).values()) or (
+        isinstance(owner, torch.nn.Module) and any(True for _ in owner.parameters())
+    ):
+        raise ValueError(
+            f"mask predicate: {type(owner).__name__} keeps tensors as attributes, where they "
+            "cannot become arguments; close over the tensors in a function instead"
+        )
 
 
 def bind(template: Callable[..., Any], tensors: Sequence[Tensor]) -> Callable[..., Any]:

@@ -7,15 +7,17 @@ bias that is learned (the operator has no gradient for it).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mllm_compile.compiler.errors import CaptureError, explain
 from mllm_compile.kernels.attention import mask as predicates
 from mllm_compile.kernels.attention import op, reference
+from mllm_compile.passes.capture.attention_form import Form
 
 TORCH_SDPA = torch.nn.functional.scaled_dot_product_attention
 
@@ -32,51 +34,6 @@ class MaskOrigin:
     padding: Tensor | None
     droppable: bool
     causal: bool
-
-
-@dataclass(frozen=True)
-class Form:
-    """Everything about one attention call but q, k and v; terms as in ``kernels.attention``."""
-
-    mask: Tensor | None
-    bias: Tensor | None
-    causal: bool
-    scale: float
-    softcap: float = 0.0
-    dropout: float = 0.0
-    sinks: Tensor | None = None
-
-    @staticmethod
-    def of(
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
-        softcap: float = 0.0,
-        dropout: float = 0.0,
-        sinks: Tensor | None = None,
-    ) -> "Form":
-        """A floating mask is a bias."""
-        if mask is not None and mask.is_floating_point():
-            return Form(None, mask, causal, scale, softcap, dropout, sinks)
-        return Form(mask, None, causal, scale, softcap, dropout, sinks)
-
-    def with_position_bias(self, position_bias: Tensor, lowest: float) -> "Form":
-        """One bias for all: what is hidden gets ``lowest``, as transformers does, and not -inf."""
-        if self.bias is not None:
-            return replace(self, bias=position_bias + self.bias)
-        mask = self.mask
-        if self.causal:
-            pairs = position_bias.shape[-2:]
-            mask = torch.ones(pairs, dtype=torch.bool, device=position_bias.device).tril()
-        bias = position_bias if mask is None else torch.where(mask, position_bias, lowest)
-        return replace(self, mask=None, causal=False, bias=bias)
-
-    @property
-    def needs_plain(self) -> str:
-        """Why the operator cannot compute this; "" where it can."""
-        if self.dropout:
-            return "dropout"
-        return "learned bias" if self.bias is not None and self.bias.requires_grad else ""
 
 
 @dataclass
@@ -108,28 +65,25 @@ class AttentionSites:
 
         Arguments as transformers passes them to the functions of ``AttentionMaskInterface``.
         """
+        if isinstance(q_offset, Tensor) or isinstance(kv_offset, Tensor):
+            raise CaptureError(
+                explain("attention mask", got="a static cache", remedy="pass use_cache=False")
+            )
         local = local_size is not None and kv_length >= local_size
-        aligned = q_length == 1 or kv_length == q_length
-        causal = allow_is_causal_skip and aligned
+        causal = allow_is_causal_skip and (q_length == 1 or kv_length == q_length)
         droppable = (causal or allow_is_bidirectional_skip) and not local
         if droppable and attention_mask is None:
             return None
         template, tensors = predicates.separate(mask_function or _causal)
-        if attention_mask is not None:
-            missing = kv_length + kv_offset - attention_mask.shape[-1]
-            if missing > 0:
-                attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
-            tensors.append(attention_mask)
-        padded = attention_mask is not None
+        padding = _padded_to(attention_mask, kv_length + kv_offset)
         rule = predicates.Predicate(
-            template, len(tensors) - padded, q_offset, kv_offset, padded, not use_vmap
+            template, len(tensors), q_offset, kv_offset, padding is not None, not use_vmap
         )
-        key = predicates.register(rule)
-        made = predicates.mask(tensors, key, batch_size, q_length, kv_length, torch.device(device))
-        self._origins[made] = MaskOrigin(
-            predicates.describe(rule), attention_mask, droppable, allow_is_causal_skip
-        )
-        return made  # type: ignore[no-any-return]
+        tensors += [] if padding is None else [padding]
+        made = _apply(rule, tensors, (batch_size, q_length, kv_length), torch.device(device))
+        description = predicates.describe(rule)
+        self._origins[made] = MaskOrigin(description, padding, droppable, allow_is_causal_skip)
+        return made
 
     def segment_mask(self, ends_q: Tensor, ends_k: Tensor, queries: int, keys: int) -> Tensor:
         """[1, 1, queries, keys]: both tokens lie in the same packed segment. One per cu_seqlens."""
@@ -140,11 +94,10 @@ class AttentionSites:
         columns = rows if ends_k is ends_q and keys == queries else _segment_of(ends_k, keys)
         template, tensors = predicates.separate(_same_segment(rows, columns))
         rule = predicates.Predicate(template, len(tensors))
-        key = predicates.register(rule)
-        made = predicates.mask(tensors, key, 1, queries, keys, ends_q.device)
+        made = _apply(rule, tensors, (1, queries, keys), ends_q.device)
         self._origins[made] = MaskOrigin(predicates.describe(rule), None, False, False)
         self._segments.append((ends_q, ends_k, queries, keys, made))
-        return made  # type: ignore[no-any-return]
+        return made
 
     def attend(
         self,
@@ -265,6 +218,24 @@ class AttentionSites:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         form = Form.of(attn_mask, is_causal, scale, dropout=dropout_p)
         return self.attention("scaled_dot_product_attention", query, key, value, form)
+
+
+def _apply(
+    rule: predicates.Predicate,
+    tensors: list[Tensor],
+    shape: tuple[int, int, int],
+    device: torch.device,
+) -> Tensor:
+    made: Tensor = predicates.mask(tensors, predicates.register(rule), *shape, device)
+    return made
+
+
+def _padded_to(padding: Tensor | None, length: int) -> Tensor | None:
+    """[B, at least length]: keys behind the end of a padding mask are hidden."""
+    missing = 0 if padding is None else length - padding.shape[-1]
+    if padding is None or missing <= 0:
+        return padding
+    return torch.nn.functional.pad(padding, (0, missing))
 
 
 def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
