@@ -11,7 +11,7 @@ the request's business (``llava.toml`` beside this file).
 ``tiny`` learns to name the colour of a square, in seconds on a CPU. ``large`` is a 71B model of the
 same architecture; planning it needs neither a GPU nor its weights:
 
-    mllm-compile plan examples/llava_large.toml
+    mllm-compile plan examples/llava_large.toml --meta
 
 To train your own checkpoint, return ``LlavaForConditionalGeneration.from_pretrained(...)`` and
 make samples with its processor.

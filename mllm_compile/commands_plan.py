@@ -18,7 +18,7 @@ from mllm_compile.compiler.request import Request
 from mllm_compile.document import Document
 from mllm_compile.meta import parameters_on_meta
 from mllm_compile.model import load_workload, microbatches, ready_model
-from mllm_compile.output import console, write
+from mllm_compile.output import Output, write
 from mllm_compile.passes.capture import programs
 from mllm_compile.passes.capture.capture import loss_of
 from mllm_compile.passes.pipeline import make_plan
@@ -39,7 +39,7 @@ def capture(options: Namespace) -> int:
     program = prepared.program
     document = Document.of(Plan(request, program), model)
     losses = None if options.meta else (_eager_loss(request, model, batch), _loss(model, prepared))
-    console().print(capture_view(document, program, losses))
+    Output().print(capture_view(document, program, losses))
     return 0
 
 
@@ -67,7 +67,7 @@ def inspect(options: Namespace) -> int:
     if options.explain is not None:
         views.append(explain_node(document, options.explain))
     for view in views:
-        console().print(view)
+        Output().print(view)
     if not views:
         _show_plan(document)
     return 0
@@ -101,7 +101,7 @@ def _plans(
 
 
 def _show_plan(document: Document) -> None:
-    target = console()
+    target = Output()
     target.print(plan_view(document))
     if document.schedule is not None:
         target.print(schedule_grid(document, target.width))

@@ -8,7 +8,7 @@ from statistics import median
 from mllm_compile import verify as verification
 from mllm_compile.compiler.errors import RequestError, explain
 from mllm_compile.compiler.request import Request
-from mllm_compile.output import console, write
+from mllm_compile.output import Output, write
 from mllm_compile.progress import Run, tokens_per_second
 from mllm_compile.render_verify import verification_view
 from mllm_compile.runtime.launch import launch
@@ -23,7 +23,7 @@ def verify(options: Namespace) -> int:
     found = verification.verify(request, in_process=options.in_process)
     if options.json:
         write(Path(options.json), json.dumps(found.as_dict(), indent=2) + "\n")
-    console().print(verification_view(found))
+    Output().print(verification_view(found))
     return 0 if found.passed else DIFFERENT
 
 
@@ -47,7 +47,7 @@ def run(options: Namespace) -> int:
     if steps:
         speed = median(map(tokens_per_second, steps))  # the first step compiles
         losses = f"loss {steps[0].loss:.4f} -> {steps[-1].loss:.4f}"
-        console().print(f"trained {len(steps)} steps: {losses}, {speed:.0f} tokens/s")
+        Output().print(f"trained {len(steps)} steps: {losses}, {speed:.0f} tokens/s")
     elif 0 in results:
-        console().print(f"nothing to do: the checkpoint has done {options.steps} steps or more")
+        Output().print(f"nothing to do: the checkpoint has done {options.steps} steps or more")
     return 0

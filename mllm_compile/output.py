@@ -7,10 +7,17 @@ from rich.console import Console
 PLAIN_WIDTH = 160  # of output that is no terminal
 
 
-def console() -> Console:
+class Output(Console):
     """Where results go; a file or pipe gets a fixed width and no colours."""
-    made = Console(highlight=False, markup=False)
-    return made if made.is_terminal else Console(highlight=False, markup=False, width=PLAIN_WIDTH)
+
+    def __init__(self) -> None:
+        super().__init__(highlight=False, markup=False)
+        if not self.is_terminal:
+            self.width = PLAIN_WIDTH
+
+    def on_broken_pipe(self) -> None:
+        """The reader has seen enough; rich would exit with an error code."""
+        raise BrokenPipeError
 
 
 def write(path: Path, text: str) -> None:

@@ -129,10 +129,13 @@ def pattern(path: str) -> str:
 
 
 def holds(document: Document, stage: Stage) -> str:
-    """First and last module part that the stage computes, without the path they share."""
+    """First and last part of the module that the stage computes: ``layers.4 … 9``.
+
+    Parts are told down to the last number in their path; a layer that is cut stands in both stages.
+    """
     own = set(stage.nodes)
     paths = [
-        node.owner.split(".")
+        re.sub(r"(\.\d+)\.\D+$", r"\1", node.owner).split(".")
         for node in document.nodes
         if node.name in own and module_of_path(document.request, node.owner) == stage.module
     ]
@@ -151,10 +154,10 @@ def actions_of(document: Document, stage: Stage) -> tuple[str, str]:
         p.stage == stage.index and p.trainable for p in document.parameters
     )
     reasons = {
-        (False, False): "nothing to train here or upstream: forward only",
-        (False, True): "trained; nothing upstream is, so no dI leaves it",
-        (True, False): "frozen; dI passes through to what is trained upstream",
-        (True, True): "trained, and so is something upstream",
+        (False, False): "nothing to train up to here",
+        (False, True): "trained; nothing upstream is",
+        (True, False): "frozen; lets gradients upstream",
+        (True, True): "trained, as is what is upstream",
     }
     done = "F" + " I" * gradients_in + " W" * trains
     return done, reasons[gradients_in, trains]

@@ -91,7 +91,14 @@ def request_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_plan_prints_tables_and_writes_a_plan_that_inspect_reads(request_file, capsys) -> None:
     assert main(["plan", str(request_file), "-o", "out/plan.json", "--dump", "out/passes"]) == 0
     shown = capsys.readouterr().out
-    for word in ("Modules", "Stages", "Boundaries", "Schedule", "decoder", "forward only"):
+    for word in (
+        "Modules",
+        "Stages",
+        "Boundaries",
+        "Schedule",
+        "decoder",
+        "nothing to train up to here",
+    ):
         assert word in shown
     dumped = sorted(path.name for path in Path("out/passes").iterdir())
     assert dumped[0] == "00-capture.json"
@@ -258,3 +265,14 @@ def test_a_rank_that_fails_ends_the_run_in_one_paragraph(request_file) -> None:
     assert done.returncode == 2
     assert "Traceback" not in done.stderr.splitlines()[-1]
     assert done.stderr.splitlines()[-1].startswith("mllm-compile run: ")
+
+
+def test_a_reader_that_stops_early_is_no_error(request_file) -> None:
+    plan = f"{sys.executable} -m mllm_compile plan request.toml"
+    script = f"set -o pipefail; {plan} --set microbatches=64 | head -1"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, env=environment, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("jobs:good")
