@@ -59,7 +59,7 @@ def train(context: RankContext, training: Training) -> Iterator[Progress]:
         start = time.perf_counter()
         batches = microbatches(request, workload, number)
         compiled = compiler.step(batches)
-        result = rank.run(compiled, number)
+        result = rank.run(compiled, number + 1)
         norm = rank.update()
         yield Progress(
             step=number + 1,

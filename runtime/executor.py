@@ -97,6 +97,7 @@ class Executor:
                 step.observe()
             self.publish(f"the last transfers of step {number}")
             step.finish()
+        self.publish(f"the work after step {number}")
         if step.reads is not None:
             step.measures.host_reads = step.reads.count
         return StepResult(step.losses, step.measures)
