@@ -5,7 +5,14 @@ and where their images or clips stand; ``MODULES[name]`` names the parts of its 
 order. Random weights, no dropout.
 """
 
-from tests import families_audio, families_composite, families_grid, families_image, families_more
+from tests import (
+    families_audio,
+    families_composite,
+    families_grid,
+    families_image,
+    families_more,
+    families_wide,
+)
 from tests.registry import FAMILIES, MODULES
 
 __all__ = ["FAMILIES", "MODULES"]
@@ -16,4 +23,5 @@ _REGISTERED = (
     families_audio,
     families_composite,
     families_more,
+    families_wide,
 )
