@@ -70,7 +70,6 @@ def stage_table(document: Document) -> Table:
     work = {stage.index: _work(stage_nodes(document, stage)) for stage in document.stages}
     for stage in document.stages:
         nodes = stage_nodes(document, stage)
-        own = [node for node in nodes if node.name in set(stage.nodes)]
         parameters = [p for p in document.parameters if p.stage == stage.index]
         figures = _figures(parameters, nodes)
         copies = f" + {len(stage.replicated)}" if stage.replicated else ""
@@ -78,7 +77,7 @@ def stage_table(document: Document) -> Table:
             str(stage.index),
             numbers(stage.ranks),
             holds(document, stage),
-            f"{len(own)}{copies}",
+            f"{len(stage.nodes)}{copies}",
             *figures[:-1],
             share(work[stage.index], sum(work.values())),
             figures[-1],
@@ -131,7 +130,8 @@ def pattern(path: str) -> str:
 def holds(document: Document, stage: Stage) -> str:
     """First and last part of the module that the stage computes: ``layers.4 … 9``.
 
-    Parts are told down to the last number in their path; a layer that is cut stands in both stages.
+    Told are the two names of a path that end with its last number: a layer that is cut stands in
+    both stages.
     """
     own = set(stage.nodes)
     paths = [
@@ -144,20 +144,23 @@ def holds(document: Document, stage: Stage) -> str:
     first, last = paths[0], paths[-1]
     pairs = zip(first[:-1], last[:-1], strict=False)
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return ".".join(first) if first == last else f"{'.'.join(first)} … {'.'.join(last[shared:])}"
+    ends = [".".join(first[-2:])] + ([".".join(last[shared:][-2:])] if first != last else [])
+    return " … ".join(ends)
 
 
 def actions_of(document: Document, stage: Stage) -> tuple[str, str]:
     """(``F I W`` as far as the stage has them, the reason in words)."""
     gradients_in = any(b.target == stage.index and b.gradients for b in document.boundaries)
-    trains = any(node.weight_grad for node in stage_nodes(document, stage)) or any(
-        p.stage == stage.index and p.trainable for p in document.parameters
+    trained_inputs = {n.name for n in document.nodes if n.kind == "parameter" and n.grad}
+    trains = any(
+        node.grad and not trained_inputs.isdisjoint(node.reads)
+        for node in stage_nodes(document, stage)
     )
     reasons = {
         (False, False): "nothing to train up to here",
         (False, True): "trained; nothing upstream is",
         (True, False): "frozen; lets gradients upstream",
-        (True, True): "trained, as is what is upstream",
+        (True, True): "trained, and upstream too",
     }
     done = "F" + " I" * gradients_in + " W" * trains
     return done, reasons[gradients_in, trains]

@@ -276,3 +276,16 @@ def test_a_reader_that_stops_early_is_no_error(request_file) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("jobs:good")
+
+
+@pytest.mark.slow
+def test_run_is_one_rank_of_torchrun(request_file) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "3", "-m", "mllm_compile", "run", "request.toml"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, "--steps", "2"], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step 2/2") == 1
+    assert done.stdout.count("trained 2 steps") == 1
