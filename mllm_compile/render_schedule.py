@@ -16,6 +16,7 @@ from mllm_compile.quantities import numbers
 from mllm_compile.render import actions_of, stage_nodes
 
 STYLES = {"F": "blue", "I": "green", "W": "yellow"}
+TITLE = "Schedule: F forward, I input gradients, W weight gradients, by microbatch"
 MAX_ROWS = 48
 
 

@@ -67,6 +67,14 @@ def test_stages_say_what_they_do_and_why(document: Document) -> None:
     ]
 
 
+def test_weights_that_cost_nothing_are_trained_too() -> None:
+    plan, model = make()
+    free = Document.of(replace(plan, costs={}), model)
+    assert [actions_of(free, stage)[0] for stage in free.stages] == ["F", "F W", "F I W"]
+    frozen = Document.of(replace(plan, needs_grad=frozenset()), model)
+    assert actions_of(frozen, frozen.stages[1])[0] == "F"
+
+
 def test_traffic_counts_gradients_only_where_they_flow(document: Document) -> None:
     assert traffic(document, document.boundaries) == (96, 48)
 
