@@ -5,9 +5,10 @@ import enum
 
 import torch
 
+from mllm_compile.compiler.captured import Prepared
 from mllm_compile.compiler.errors import GuardError
 from mllm_compile.passes.capture.capture import loss_of
-from mllm_compile.passes.capture.programs import prepare, run
+from mllm_compile.passes.capture.programs import Programs, prepare, run
 
 
 class Outcome(enum.Enum):
@@ -59,3 +60,26 @@ def compare_gradients(theirs, ours, tolerance):
 
 def _copied(batch):
     return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+
+def assert_split_is_exact(model, whole, parts, tolerance=1e-9):
+    """Programs of ``parts`` with common denominators add up to the plain model on ``whole``."""
+    theirs = copy.deepcopy(model)
+    expected = loss_of(theirs(**_copied(whole)))[0]
+    expected.backward()
+    ours = copy.deepcopy(model)
+    programs = Programs(ours)
+    prepared = [programs.get(part) for part in parts]
+    names = prepared[0].program.denominators
+    totals = {n: sum(p.values["denominator", n] for p in prepared) for n in names}
+    state = {**dict(ours.named_parameters()), **dict(ours.named_buffers())}
+    total = 0.0
+    for item in prepared:
+        assert item.program.splittable, item.program.report.notes
+        assert item.program.denominators == names
+        values = {**item.values, **{("denominator", n): v for n, v in totals.items()}}
+        loss = run(item.program, state, Prepared(item.program, values))[0]
+        loss.backward()
+        total += loss.item()
+    assert abs(total - expected.item()) <= tolerance * max(abs(expected.item()), 1.0)
+    compare_gradients(theirs, ours, tolerance)

@@ -20,6 +20,7 @@ from mllm_compile.passes.capture.entries import Entries
 from mllm_compile.passes.capture.explicit_dtypes import pin_dtypes
 from mllm_compile.passes.capture.forward_trace import ForwardTrace, Outputs, trace_forward
 from mllm_compile.passes.capture.functionalize import functionalize
+from mllm_compile.passes.capture.loss import Loss, take_apart
 from mllm_compile.passes.capture.provenance import Provenance, is_model_file, place
 from mllm_compile.passes.capture.randomness import unchanged_generators
 from mllm_compile.passes.capture.shadow_mode import ShadowMode
@@ -46,7 +47,7 @@ def capture(
     entries = Entries.of(batch)
     with LOCK, unchanged_generators() as host_draws:
         found, passes = _trace_until_stable(model, entries, outputs or loss_of, lift)
-    program = _assemble(found, entries)
+    program = _assemble(found, entries, outputs is None)
     report = CaptureReport(
         passes=passes,
         seconds=time.perf_counter() - start,
@@ -104,12 +105,16 @@ def _trace_until_stable(
     raise AssertionError("unreachable")
 
 
-def _assemble(found: ForwardTrace, entries: Entries) -> Captured:
+def _assemble(found: ForwardTrace, entries: Entries, is_loss: bool) -> Captured:
     pin_dtypes(found.graph)
     functional = functionalize(found.graph, found.inputs, found.fakes, found.fake_mode)
-    returned = functional.outputs
+    returned, reads = functional.outputs, found.mode.reads.log
     outputs, guards = returned[: found.num_outputs], returned[found.num_outputs :]
-    halves = split(functional, [*outputs, *functional.updates.values()], guards, [])
+    loss = Loss(outputs[0], (), "its outputs were chosen by hand")
+    if is_loss:
+        loss = take_apart(functional, outputs[0], reads, found.fake_mode)
+    outputs = [loss.node, *outputs[1:], *functional.updates.values()]
+    halves = split(functional, outputs, guards, loss.denominators)
     return Captured(
         main=halves.main,
         prologue=halves.prologue,
@@ -118,7 +123,7 @@ def _assemble(found: ForwardTrace, entries: Entries) -> Captured:
         guards=tuple(
             Guard(read.kind, node, read.value, read.where, names)
             for read, node, names in zip(
-                found.mode.reads.log, halves.guard_nodes, halves.guard_inputs, strict=True
+                reads, halves.guard_nodes, halves.guard_inputs, strict=True
             )
         ),
         results=halves.results,
@@ -126,8 +131,8 @@ def _assemble(found: ForwardTrace, entries: Entries) -> Captured:
         signature=entries.signature,
         num_outputs=found.num_outputs,
         updates=tuple(functional.updates),
-        splittable=False,
-        report=CaptureReport(notes=("the loss was not taken apart: one microbatch only",)),
+        splittable=not loss.reason,
+        report=CaptureReport(notes=(f"one microbatch only: {loss.reason}",) if loss.reason else ()),
     )
 
 
