@@ -3,7 +3,9 @@
 Dynamic programming over the positions between units, at any granularity: whole layers would
 quantise away what knowing the frozen parts gains. First the smallest possible work of the busiest
 stage, then, for several allowances above it, the cuts with the fewest crossing bytes: a little
-balance given up often lets one hidden state cross where several tensors would.
+balance given up often lets one hidden state cross where several tensors would. The busiest stage
+is not all: while a pipeline fills only forwards run, while it drains only backwards, so that cuts
+which balance one of them a little more are candidates, too.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +17,7 @@ from mllm_compile.compiler.errors import RequestError, explain
 from mllm_compile.passes.units import Chain, Floats
 
 ALLOWANCES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
+TILTS = (0.5, -0.5)
 
 Cuts = tuple[int, ...]
 Positions = npt.NDArray[np.int64]
@@ -24,45 +27,47 @@ Step = Callable[[Floats, int, Positions], Floats]
 def candidates(chain: Chain) -> tuple[Cuts, ...]:
     """Different good cuts of one module, best balanced first; positions never fall."""
     _check_size(chain)
-    positions = _worthwhile(chain)
-    busiest = _busiest(chain, _solve(chain, positions, _work(chain)))
-    limits = [busiest * (1 + allowance) + 0.5 for allowance in ALLOWANCES]
-    found = [_solve(chain, positions, _bytes(chain, limit)) for limit in limits]
+    found = _balanced(chain, chain.work.sum(1), ALLOWANCES)
+    for tilt in TILTS:
+        found += _balanced(chain, chain.work @ [1 + tilt, 1.0, 1 - tilt], ALLOWANCES[:1])
     return tuple(dict.fromkeys(found))
 
 
-def _total(chain: Chain) -> Floats:
-    return np.concatenate([[0.0], np.cumsum(chain.work)])
+def _balanced(chain: Chain, work: Floats, allowances: Sequence[float]) -> list[Cuts]:
+    """For each allowance above the least possible maximum of work, the cuts with fewest bytes."""
+    total = np.concatenate([[0.0], np.cumsum(work)])
+    positions = _worthwhile(chain, total)
+    busiest = _busiest(chain, total, _solve(chain, positions, _work(total)))
+    limits = [busiest * (1 + allowance) + 0.5 for allowance in allowances]
+    return [_solve(chain, positions, _bytes(chain, total, limit)) for limit in limits]
 
 
-def _worthwhile(chain: Chain) -> Positions:
+def _worthwhile(chain: Chain, total: Floats) -> Positions:
     """All positions, or where sites do not fix them: the narrowest of those that divide alike."""
     everything = np.arange(len(chain.units) + 1)
     if chain.pinned:
         return everything
-    total = _total(chain)
     order = np.lexsort((everything, chain.crossing, total))
     _, first = np.unique(total[order], return_index=True)
     chosen = np.union1d(order[first], everything[[0, -1]])
     return chosen if len(chosen) > chain.stages else everything
 
 
-def _busiest(chain: Chain, cuts: Cuts) -> float:
-    ends = _total(chain)[[0, *cuts, len(chain.units)]]
-    return float(np.max(np.diff(ends)))
+def _busiest(chain: Chain, total: Floats, cuts: Cuts) -> float:
+    return float(np.max(np.diff(total[[0, *cuts, len(chain.units)]])))
 
 
-def _work(chain: Chain) -> Step:
-    total = _total(chain)
+def _work(total: Floats) -> Step:
     return lambda value, end, starts: np.maximum(value, total[end] - total[starts])
 
 
-def _bytes(chain: Chain, limit: float) -> Step:
-    total = _total(chain)
+def _bytes(chain: Chain, total: Floats, limit: float) -> Step:
+    """Crossing bytes, and less than a byte for imbalance: it decides between equals."""
 
     def step(value: Floats, end: int, starts: Positions) -> Floats:
-        fits = total[end] - total[starts] <= limit
-        return np.where(fits, value + chain.crossing[starts], np.inf)
+        share = (total[end] - total[starts]) / limit
+        imbalance = share**2 / (2 * chain.stages)
+        return np.where(share <= 1, value + chain.crossing[starts] + imbalance, np.inf)
 
     return step
 

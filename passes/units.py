@@ -36,8 +36,8 @@ class Unit(NamedTuple):
 class Chain:
     """The units of one module in order, to be cut into ``stages`` consecutive parts.
 
-    ``work[i]`` are the FLOPs (F + dI + dW) of unit i. ``crossing[p]`` are the bytes that cross a
-    cut before unit p, forward and backward. Cut c must lie in ``windows[c]``, ends included.
+    ``work[i]`` are the FLOPs of unit i: F, dI, dW. ``crossing[p]`` are the bytes that cross a cut
+    before unit p, forward and backward. Cut c must lie in ``windows[c]``, ends included.
     """
 
     name: str
@@ -68,7 +68,7 @@ def chain(graph: Graph, plan: Plan, module: int, pins: Mapping[fx.Node, int]) ->
         name=spec.name,
         units=units,
         stages=spec.parallel.pipeline,
-        work=np.array([sum(plan.costs[n.name].total for n in u.nodes) for u in units], float),
+        work=np.array([_work(plan, unit) for unit in units], float).reshape(-1, 3),
         crossing=_crossing(graph, plan, units),
         pinned=any(node in pins for node in own),
     )
@@ -160,6 +160,15 @@ class _Order:
                     "plan this program first, or give the module pipeline = 1",
                 )
             )
+
+
+def _work(plan: Plan, unit: Unit) -> tuple[int, int, int]:
+    costs = [plan.costs[node.name] for node in unit.nodes]
+    return (
+        sum(cost.forward for cost in costs),
+        sum(cost.input_grad for cost in costs),
+        sum(cost.weight_grad for cost in costs),
+    )
 
 
 def _crossing(graph: Graph, plan: Plan, units: tuple[Unit, ...]) -> Floats:

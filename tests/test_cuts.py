@@ -1,5 +1,6 @@
 """Cuts: the dynamic program against brute force, and the published costs of a frozen encoder."""
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -19,7 +20,8 @@ def make_chain(work, parts, crossing=None, bounds=None):
     count = len(work)
     units = tuple(Unit((), *pair) for pair in bounds or [(0, parts - 1)] * count)
     crossing = np.ones(count + 1) if crossing is None else np.array(crossing, float)
-    return Chain("module", units, parts, np.array(work, float), crossing, bounds is not None)
+    thirds = np.outer(work, np.ones(3) / 3)
+    return Chain("module", units, parts, thirds, crossing, bounds is not None)
 
 
 def parts_of(work, cuts):
@@ -96,24 +98,23 @@ def published(pieces, *, aware):
     ]
 
 
-def step(cuts, pieces, microbatches):
-    """Milliseconds of one 1F1B step with the true costs."""
-    true = published(pieces, aware=True)
-    ends = [0, *cuts, len(true)]
-    cost = Cost(
-        {
-            s: StageCost(*(sum(layer[k] for layer in true[a:b]) for k in (0, 1)))
-            for s, (a, b) in enumerate(pairwise(ends))
-        }
-    )
-    variants = [variant(boundaries(0, len(ends) - 1))] * microbatches
-    schedule = make_schedule(stages(len(ends) - 1), variants)
-    return simulate(schedule, stages(len(ends) - 1), variants, [cost] * microbatches).step_time
+def step(layers, cuts, microbatches):
+    """The time of one 1F1B step; layers are (F, dI, dW), and no stage is frozen."""
+    ends = [0, *cuts, len(layers)]
+    count = len(ends) - 1
+    costs = {
+        s: StageCost(*(sum(column) for column in zip(*layers[a:b], strict=True)))
+        for s, (a, b) in enumerate(pairwise(ends))
+    }
+    variants = [variant(boundaries(0, count))] * microbatches
+    schedule = make_schedule(stages(count), variants)
+    return simulate(schedule, stages(count), variants, [Cost(costs)] * microbatches).step_time
 
 
 def planned(parts, microbatches, pieces, *, aware):
     work = [sum(layer) * 1000 for layer in published(pieces, aware=aware)]
-    return step(candidates(make_chain(work, parts))[0], pieces, microbatches)
+    cuts = candidates(make_chain(work, parts))[0]
+    return step(published(pieces, aware=True), cuts, microbatches)
 
 
 @pytest.mark.parametrize(
@@ -139,5 +140,15 @@ def test_published_costs(parts, microbatches, pieces, unaware, aware):
 def test_whole_layers_quantise_the_gain_away():
     whole = [planned(8, 12, 1, aware=aware) for aware in (False, True)]
     half = [planned(8, 12, 2, aware=aware) for aware in (False, True)]
-    assert whole[1] == pytest.approx(whole[0], rel=1e-3)
+    assert whole[1] > 0.99 * whole[0]
     assert half[1] < 0.9 * half[0]
+
+
+@pytest.mark.parametrize(("encoder", "decoder"), [(1, 1), (0, 1), (1, 0)])
+def test_the_best_candidate_is_near_the_best_of_all_cuts(encoder, decoder):
+    """12 + 12 layers, some frozen, in three stages: every cut simulated."""
+    layers = [(1.0, float(encoder and k > 0), float(encoder)) for k in range(12)]
+    layers += [(1.0, float(encoder or k > 0), float(decoder)) for k in range(12)]
+    chain = replace(make_chain(np.zeros(24), 3), work=np.array(layers) * 1000)
+    every = (step(layers, cuts, 8) for cuts in combinations(range(1, 24), 2))
+    assert min(step(layers, cuts, 8) for cuts in candidates(chain)) <= 1.02 * min(every)
