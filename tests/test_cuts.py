@@ -80,7 +80,7 @@ ENCODER, DECODER = 27, 16
 
 
 def published(pieces, *, aware):
-    """Milliseconds (forward, backward) of every layer, each divided into ``pieces``.
+    """Milliseconds (F, dI, dW) of every layer, each divided into ``pieces``.
 
     A frozen encoder under a trained projector and a frozen decoder; unaware of what is frozen, the
     backward would cost as if everything were trained. arXiv 2503.11367, figure 1.
@@ -92,20 +92,20 @@ def published(pieces, *, aware):
         encoder = [(44.26 / ENCODER, 120.57 / ENCODER)] * ENCODER
         decoder = [(138.33 / DECODER, 375.93 / DECODER)] * DECODER
     return [
-        (forward / pieces, backward / pieces)
+        (forward / pieces, backward / pieces, 0.0)
         for forward, backward in (*encoder, *decoder)
         for _ in range(pieces)
     ]
 
 
 def step(layers, cuts, microbatches):
-    """The time of one 1F1B step; layers are (F, dI, dW), and no stage is frozen."""
+    """The time of one 1F1B step; layers are (F, dI, dW). The first stage does its dI in W."""
     ends = [0, *cuts, len(layers)]
     count = len(ends) - 1
-    costs = {
-        s: StageCost(*(sum(column) for column in zip(*layers[a:b], strict=True)))
-        for s, (a, b) in enumerate(pairwise(ends))
-    }
+    costs = {}
+    for s, (a, b) in enumerate(pairwise(ends)):
+        f, i, w = (sum(layer[k] for layer in layers[a:b]) for k in range(3))
+        costs[s] = StageCost(f, i, w) if s else StageCost(f, 0.0, i + w)
     variants = [variant(boundaries(0, count))] * microbatches
     schedule = make_schedule(stages(count), variants)
     return simulate(schedule, stages(count), variants, [Cost(costs)] * microbatches).step_time
