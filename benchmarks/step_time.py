@@ -4,7 +4,7 @@
 
 A small image-and-text model in two halves, one on each of two processes over gloo, one thread each.
 All three ways compute the gradients of the same global batch, from batch to ``.grad``, and take
-turns in the same two processes; printed are medians of wall and of CPU seconds, and ratios of one run. torch's
+turns in the same two processes; printed are medians of wall and of CPU seconds, and ratios. torch's
 pipeline is given the halves by hand and runs Schedule1F1B; ours is given the whole model and the
 request. The plain model runs on rank 0 alone, on the global batch at once. Gradients are compared
 before anything is timed. ``--frozen`` freezes the image encoder.

@@ -18,6 +18,7 @@ from mllm_compile.compiler.action import Action, Schedule
 from mllm_compile.compiler.captured import Prepared
 from mllm_compile.compiler.errors import RunError, explain
 from mllm_compile.compiler.program import Segment, StageProgram, Transfer
+from mllm_compile.runtime.boxed import Boxed, boxed
 from mllm_compile.runtime.live import LiveValues, Value, uses_of
 from mllm_compile.runtime.measures import HostReads, Measures, live_bytes, storages
 from mllm_compile.runtime.outbox import Outbox
@@ -63,6 +64,7 @@ class Executor:
         self.names = dict(names or {})
         self.publish = publish or (lambda text: None)
         self._uses: dict[int, tuple[StageProgram, Counter[str]]] = {}
+        self._boxed: dict[int, tuple[Segment, Boxed]] = {}
 
     def step(
         self,
@@ -107,6 +109,12 @@ class Executor:
         if id(program) not in self._uses:
             self._uses[id(program)] = (program, uses_of(program))
         return self._uses[id(program)][1]
+
+    def boxed(self, segment: Segment) -> Boxed:
+        """The segment's graph as a function that frees inputs while it runs; made once."""
+        if id(segment) not in self._boxed:
+            self._boxed[id(segment)] = (segment, boxed(segment.graph))
+        return self._boxed[id(segment)][1]
 
     def _explained(self, action: Action, number: int, error: Exception) -> RunError:
         name = self.names.get(action.stage)
@@ -171,22 +179,22 @@ class _Step:
         self.run(segment, action)
 
     def run(self, segment: Segment | None, action: Action) -> None:
-        """Read the inputs, call the graph, store the outputs, drop what is used up."""
+        """Read the inputs, drop what this uses last, call the graph, store the outputs."""
         table = self.table(action)
         if segment is None:
             raise RunError(explain(f"stage {action.stage}", expected=f"a segment for {action}"))
         inputs = [self.value(name, action.microbatch, table) for name in segment.inputs]
         # torch.compile falls back to the plain graph while such a mode is on.
         interpreted = isinstance(segment.graph, fx.GraphModule)
+        call = self.executor.boxed(segment)
+        table.used(segment)
         with self.reads if interpreted and self.reads else nullcontext():
-            outputs: Sequence[Value] = segment.graph(*inputs)
-        del inputs
+            outputs: Sequence[Value] = call(inputs)
         if len(outputs) != len(segment.outputs):
             expected = f"{len(segment.outputs)} outputs"
             raise RunError(explain(f"{action}", expected=expected, got=str(len(outputs))))
         for name, value in zip(segment.outputs, outputs, strict=True):
             self.keep(name, value, action.microbatch, table)
-        table.used(segment)
 
     def value(self, name: str, microbatch: int, table: LiveValues) -> torch.Tensor:
         """What a segment reads under ``name``."""

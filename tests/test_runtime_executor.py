@@ -1,6 +1,7 @@
 """The executor on hand-made stages: gradients of one process, over threads."""
 
 import random
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from mllm_compile.compiler.action import Action, Schedule
 from mllm_compile.compiler.captured import TensorSpec
 from mllm_compile.compiler.errors import RunError
 from mllm_compile.compiler.program import Segment, StageProgram, Transfer
+from mllm_compile.runtime.boxed import boxed
 from mllm_compile.runtime.executor import Executor, StepResult
 from mllm_compile.runtime.local_transport import LocalTransport, run_threads
 from mllm_compile.runtime.state import State
@@ -236,3 +238,21 @@ def test_measuring_does_not_switch_compiled_segments_off() -> None:
 
     run_threads(1, rank_main)
     assert ran == [True]
+
+
+def test_an_input_is_freed_after_its_last_use() -> None:
+    alive: list[bool] = []
+
+    def look(total: torch.Tensor) -> torch.Tensor:
+        alive.append(watched() is not None)
+        return total
+
+    graph = fx.Graph()
+    total = graph.call_method("sum", (graph.placeholder("x"),))
+    graph.output((graph.call_function(look, (total,)),))
+    call = boxed(fx.GraphModule({}, graph))
+    inputs = [torch.ones(3)]
+    watched = weakref.ref(inputs[0])
+    assert call(inputs)[0].item() == 3.0
+    assert inputs == []
+    assert alive == [False]
