@@ -14,20 +14,15 @@ from torch import nn
 
 from mllm_compile.compiler.captured import Captured, CaptureReport, Guard
 from mllm_compile.compiler.errors import CaptureError, explain
-from mllm_compile.passes.capture import module_state
-from mllm_compile.passes.capture.candidates import Candidates, candidates_in_traceback
 from mllm_compile.passes.capture.entries import Entries
 from mllm_compile.passes.capture.explicit_dtypes import pin_dtypes
-from mllm_compile.passes.capture.forward_trace import ForwardTrace, Outputs, trace_forward
+from mllm_compile.passes.capture.forward_trace import ForwardTrace, Outputs
 from mllm_compile.passes.capture.functionalize import functionalize
 from mllm_compile.passes.capture.loss import Loss, take_apart
-from mllm_compile.passes.capture.provenance import Provenance, is_model_file, place
 from mllm_compile.passes.capture.randomness import unchanged_generators
-from mllm_compile.passes.capture.shadow_mode import ShadowMode
 from mllm_compile.passes.capture.split import split
+from mllm_compile.passes.capture.stable_trace import StableTrace
 from mllm_compile.passes.capture.tracing import LOCK
-
-MAX_TRACES = 6
 
 
 def capture(
@@ -45,8 +40,8 @@ def capture(
     """
     start = time.perf_counter()
     entries = Entries.of(batch)
-    with LOCK, unchanged_generators() as host_draws:
-        found, passes = _trace_until_stable(model, entries, outputs or loss_of, lift)
+    with LOCK, unchanged_generators():
+        found, passes = StableTrace(model, entries, outputs or loss_of, lift).find()
     program = _assemble(found, entries, outputs is None)
     report = CaptureReport(
         passes=passes,
@@ -54,7 +49,7 @@ def capture(
         hoisted=tuple(dict.fromkeys(found.mode.hoisted)),
         refused=tuple(found.hoister.refused.items()),
         attention=found.attention,
-        notes=(*program.report.notes, *found.mode.random, *host_draws),
+        notes=(*program.report.notes, *found.mode.random),
     )
     return replace(program, report=report)
 
@@ -76,33 +71,6 @@ def loss_of(result: Any) -> tuple[torch.Tensor]:
             )
         )
     return (loss,)
-
-
-def _trace_until_stable(
-    model: nn.Module, entries: Entries, outputs: Outputs, lift: torch.dtype | None
-) -> tuple[ForwardTrace, int]:
-    candidates: Candidates = {}
-    for attempt in range(1, MAX_TRACES + 1):
-        mode = ShadowMode(Provenance(model), lift)
-        found: ForwardTrace | None = None
-        error: Exception | None = None
-        try:
-            with module_state.restored(model) as before:
-                found = trace_forward(model, entries, outputs, mode, candidates)
-                _refuse_counters(before)
-        except Exception as problem:
-            error = problem
-            mode.reads.candidates |= candidates_in_traceback(problem.__traceback__)
-        fresh = {
-            code: name for code, name in mode.reads.candidates.items() if code not in candidates
-        }
-        if not fresh or attempt == MAX_TRACES:
-            if found is None:
-                assert error is not None
-                raise _as_capture_error(error) from error
-            return found, attempt
-        candidates |= fresh
-    raise AssertionError("unreachable")
 
 
 def _assemble(found: ForwardTrace, entries: Entries, is_loss: bool) -> Captured:
@@ -134,36 +102,3 @@ def _assemble(found: ForwardTrace, entries: Entries, is_loss: bool) -> Captured:
         splittable=not loss.reason,
         report=CaptureReport(notes=(f"one microbatch only: {loss.reason}",) if loss.reason else ()),
     )
-
-
-def _as_capture_error(error: Exception) -> CaptureError:
-    """Errors of the model's own code while it was traced, with the line where they arose."""
-    if isinstance(error, CaptureError):
-        return error
-    where, traceback = "", error.__traceback__
-    while traceback is not None:
-        frame = traceback.tb_frame
-        if is_model_file(frame.f_code.co_filename):
-            where = place(frame, traceback.tb_lineno)
-        traceback = traceback.tb_next
-    message = str(error).strip().splitlines() or [""]
-    return CaptureError(
-        explain(
-            f"forward raised {type(error).__name__} at {where}",
-            got=message[0],
-            remedy="if it does so outside capture too, mend it there; if not, keep data in tensors",
-        )
-    )
-
-
-def _refuse_counters(before: module_state.Snapshot) -> None:
-    """A number that forward counts in an attribute would be frozen into the program."""
-    counters = module_state.counters(before)
-    if counters:
-        raise CaptureError(
-            explain(
-                f"attribute {counters[0]}",
-                got="a number that every forward changes",
-                remedy="keep it in a registered buffer",
-            )
-        )

@@ -18,6 +18,7 @@ from mllm_compile.passes.capture.provenance import LABELS
 from mllm_compile.passes.capture.tracing import (
     FakeTensorMode,
     fake_like,
+    is_mutable,
     last_node,
     nodes_after,
     trace,
@@ -62,7 +63,7 @@ def functionalize(
     with torch.no_grad():
         values = [fake.detach() for fake in fakes]
         values += [fake_like(mode, tensor, device) for tensor in constants.values()]
-    if any(_is_mutable(node) for node in raw.graph.nodes):
+    if any(is_mutable(node) for node in raw.graph.nodes):
         raw = _without_writes(raw, values, mode)
     found = Functional(raw, inputs, constants, {})
     _take_updates(found)
@@ -74,11 +75,6 @@ def functionalize(
 def _output(graph: fx.Graph) -> fx.Node:
     last: fx.Node = next(iter(reversed(graph.nodes)))
     return last
-
-
-def _is_mutable(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
 
 
 def _lift_constants(raw: fx.GraphModule) -> dict[str, torch.Tensor]:
@@ -143,7 +139,7 @@ def _take_updates(found: Functional) -> None:
     """A trailing write into a placeholder is its new value: fine for buffers alone."""
     graph, placeholders = found.graph.graph, found.placeholders
     for node in list(graph.nodes):
-        if not _is_mutable(node):
+        if not is_mutable(node):
             continue
         target = node.args[0] if node.args else None
         source = placeholders.get(target) if isinstance(target, fx.Node) else None

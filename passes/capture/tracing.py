@@ -25,6 +25,7 @@ __all__ = [
     "FakeTensorMode",
     "WeakIdKeyDictionary",
     "fake_like",
+    "is_mutable",
     "last_node",
     "node_of",
     "nodes_after",
@@ -99,6 +100,12 @@ def nodes_after(mark: fx.Node | None) -> Iterator[fx.Node]:
     while node is not None and node.op != "root":
         yield node
         node = node.next
+
+
+def is_mutable(node: fx.Node) -> bool:
+    """Whether a node writes to one of its arguments."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
