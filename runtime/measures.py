@@ -1,6 +1,6 @@
 """What a step cost on one rank: messages, bytes, peak of live values, host reads."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,5 +69,15 @@ class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Count and run."""
-        self.count += any(tag in func.tags for tag in _HOST_TAGS)  # type: ignore[attr-defined]
+        self.count += _reads(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+
+def _reads(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """By the operator's tags; indexing reads only masks, repeating only an unknown total."""
+    if func is torch.ops.aten.index.Tensor:
+        masks = (torch.bool, torch.uint8)
+        return any(index is not None and index.dtype in masks for index in args[1])
+    if func is torch.ops.aten.repeat_interleave.Tensor:
+        return kwargs.get("output_size") is None
+    return any(tag in func.tags for tag in _HOST_TAGS)

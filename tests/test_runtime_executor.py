@@ -186,19 +186,24 @@ def test_buffers_take_their_new_values_from_one_microbatch_to_the_next() -> None
     assert buffer.item() == 1.0
 
 
-def test_host_reads_are_counted() -> None:
-    def reads(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (torch.ops.aten.nonzero(x).sum(),)
-
+@pytest.mark.parametrize(
+    ("reads", "count"),
+    [
+        (lambda x: torch.ops.aten.nonzero(x).sum(), 1),
+        (lambda x: x[x > 0].sum(), 1),
+        (lambda x: x[x.long()].sum(), 0),
+    ],
+)
+def test_host_reads_are_counted(reads: Callable[..., torch.Tensor], count: int) -> None:
     x = torch.tensor([0.0, 1.0])
-    program = single(reads, {"x:batch:x": x}, ("%loss",))
+    program = single(lambda x: (reads(x),), {"x:batch:x": x}, ("%loss",))
 
     def rank_main(transport: LocalTransport) -> StepResult:
         executor = Executor(transport, State({}), {0: 0})
         work = [prepared({"x:batch:x": x})]
         return executor.step(Schedule.from_text("0: 0F0"), [{0: program}], work, measure=True)
 
-    assert run_threads(1, rank_main)[0].measures.host_reads == 1
+    assert run_threads(1, rank_main)[0].measures.host_reads == count
 
 
 def test_a_value_that_is_not_as_announced_is_refused() -> None:
