@@ -22,7 +22,7 @@ from mllm_compile import load_weights
 REQUEST = "examples/photographs.toml"
 OUT = Path("out/demo")
 CHECKPOINT = OUT / "checkpoint"
-STEPS = 80
+STEPS = 100
 SHOWN = ("chelsea.png", "coffee.png", "rocket.jpg")
 CLEARLY_FALLEN = 0.5  # of the first loss
 

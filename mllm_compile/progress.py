@@ -1,9 +1,10 @@
-"""Show a training run: a bar on a terminal, plain lines elsewhere, and a log of JSON lines.
+"""Show a training run: a bar on a terminal, a line now and then elsewhere, a log of JSON lines.
 
 Every rank runs the same loop; rank 0 alone shows and writes.
 """
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -16,6 +17,8 @@ from rich.progress import Progress as Bar
 
 from mllm_compile.runtime.rank_main import RankContext
 from mllm_compile.train import Progress, Training, train
+
+TELL_EVERY = 5.0  # seconds between plain lines
 
 
 @dataclass(frozen=True)
@@ -46,13 +49,15 @@ def _shown(steps: Iterator[Progress], run: Run) -> Iterator[Progress]:
         console = Console(highlight=False)
         bar = stack.enter_context(_bar(console)) if console.is_terminal else None
         task = bar.add_task("", total=run.training.steps, loss="", speed="") if bar else None
+        told = float("-inf")
         for step in steps:
             loss, speed = f"loss {step.loss:.4f}", f"{tokens_per_second(step):.0f} tokens/s"
             if log is not None:
                 _write(log, step)
             if bar is not None and task is not None:
                 bar.update(task, completed=step.step, loss=loss, speed=speed)
-            else:
+            elif time.monotonic() - told >= TELL_EVERY or step.step == run.training.steps:
+                told = time.monotonic()
                 print(f"step {step.step}/{run.training.steps}  {loss}  {speed}", flush=True)
             yield step
 

@@ -17,7 +17,7 @@ def load_weights(model: nn.Module, directory: str | Path) -> int:
     the step that it was saved after. The random state of the process is left alone.
 
     Raises:
-        RequestError: there is no finished checkpoint, or it is of another model.
+        RequestError: there is no finished checkpoint, or it is of another model or dtype.
     """
     found = checkpoints(directory)
     if not found:
