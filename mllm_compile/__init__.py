@@ -9,6 +9,7 @@ from mllm_compile.compiler.errors import (
     RunError,
 )
 from mllm_compile.compiler.request import ModuleSpec, Optimizer, Parallel, Request
+from mllm_compile.passes.capture.capture import capture
 from mllm_compile.weights import load_weights
 from mllm_compile.workload import Workload
 
@@ -24,5 +25,6 @@ __all__ = [
     "RequestError",
     "RunError",
     "Workload",
+    "capture",
     "load_weights",
 ]
