@@ -47,7 +47,8 @@ def _worthwhile(chain: Chain, total: Floats) -> Positions:
     everything = np.arange(len(chain.units) + 1)
     if chain.pinned:
         return everything
-    order = np.lexsort((everything, chain.crossing, total))
+    inner = everything[1:-1]
+    order = inner[np.lexsort((inner, chain.crossing[inner], total[inner]))]
     _, first = np.unique(total[order], return_index=True)
     chosen = np.union1d(order[first], everything[[0, -1]])
     return chosen if len(chosen) > chain.stages else everything
