@@ -15,12 +15,24 @@ LINK = Link(bandwidth=1e12)
 
 
 def score(plan: Plan) -> tuple[float, int]:
-    """Simulated seconds of a step, and bytes that cross boundaries for one microbatch."""
+    """Simulated seconds of a step, and bytes that cross boundaries for one microbatch.
+
+    Once the pipeline is full every further microbatch takes as long as the one before: long steps
+    are extrapolated.
+    """
     cost = cost_of(plan)
-    variants = [variant_of(plan)] * plan.request.microbatches
+    count = plan.request.microbatches
+    full = min(count, 2 * len(plan.stages) + 2)
+    seconds = _step_time(plan, cost, full)
+    if count > full:
+        seconds += (count - full) * (seconds - _step_time(plan, cost, full - 1))
+    return seconds, sum(map(sum, cost.boundaries.values()))
+
+
+def _step_time(plan: Plan, cost: Cost, microbatches: int) -> float:
+    variants = [variant_of(plan)] * microbatches
     schedule = make_schedule(plan.stages, variants)
-    step = simulate(schedule, plan.stages, variants, [cost] * len(variants), LINK)
-    return step.step_time, sum(map(sum, cost.boundaries.values()))
+    return simulate(schedule, plan.stages, variants, [cost] * microbatches, LINK).step_time
 
 
 def cost_of(plan: Plan) -> Cost:

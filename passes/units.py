@@ -98,8 +98,7 @@ class _Order:
                 self.leader[node] = self.leader[node.all_input_nodes[0]]
             self.members[self.leader[node]].append(node)
         self.leaders = sorted(self.members, key=graph.index.__getitem__)
-        bound = bound_modules(graph, plan.request)
-        self.sinking = {node for node in self.leaders if bound[node] is None}
+        self.sinking = self._sinking(bound_modules(graph, plan.request))
         self.place = self._places()
         self.lowest, self.highest = self._bounds(stages)
 
@@ -124,8 +123,19 @@ class _Order:
     def _around(self, leader: fx.Node, nodes: Iterable[fx.Node]) -> set[fx.Node]:
         return {self.leader[node] for node in nodes if node in self.leader} - {leader}
 
+    def _sinking(self, bound: Mapping[fx.Node, int | None]) -> set[fx.Node]:
+        """Glue and weight nodes that lead to a bound node.
+
+        What leads to outputs alone has nowhere to sink: it may be cut like any other nodes.
+        """
+        leads: set[fx.Node] = set()
+        for node in reversed(self.leaders):
+            if bound[node] is not None or self._readers(node) & leads:
+                leads.add(node)
+        return {node for node in leads if bound[node] is None}
+
     def _places(self) -> dict[fx.Node, int]:
-        """Own place in the graph; glue takes that of its first reader."""
+        """Own place in the graph; what sinks takes that of its first reader."""
         place: dict[fx.Node, int] = {}
         for node in reversed(self.leaders):
             readers = self._readers(node) if node in self.sinking else ()

@@ -8,8 +8,10 @@ from torch import nn
 
 from mllm_compile.compiler.errors import RequestError
 from mllm_compile.compiler.graph import Graph
+from mllm_compile.compiler.simulate import simulate
 from mllm_compile.passes.pipeline import make_plan
-from mllm_compile.passes.score import stage_cost
+from mllm_compile.passes.schedule import make_schedule, variant_of
+from mllm_compile.passes.score import LINK, cost_of, score, stage_cost
 from tests.requests import request
 from tests.small_graphs import capture
 from tests.small_models import Decoder, Multimodal, batch
@@ -67,6 +69,15 @@ def test_projector_and_head_sink_to_the_language_model():
     assert set(crossings(plan)) == {(0, 1), (1, 2)}
     assert plan.home["projectors.vision.weight"] == 1
     assert plan.home["head.weight"] == 2
+
+
+def test_uncovered_parts_are_cut_with_the_module_that_they_follow():
+    plan = plan_of(Multimodal(1, layers=4), batch("vision"), ("towers", 3))
+    assert set(crossings(plan)) == {(0, 1), (1, 2)}
+    work = [stage_cost(plan, stage) for stage in plan.stages]
+    totals = [cost.forward + cost.input_grad + cost.weight_grad for cost in work]
+    assert max(totals) < 1.6 * min(totals)
+    assert set(plan.home) == set(Graph(plan.captured).parameters)
 
 
 def test_encoders_are_parallel_stages():
@@ -325,6 +336,17 @@ def test_contradicting_placements_are_refused():
     placement |= {("language.layers.1.q", "language.layers.1.q.weight", 0): 0}
     with pytest.raises(RequestError, match=r"language\.layers\.1\.q.*own stage 0"):
         make_plan(request(("", 2)), program, placement)
+
+
+def test_long_steps_are_extrapolated():
+    program = capture(Multimodal(1, 4), batch("vision"))
+    modules = (("towers", 1), ("language", 2))
+    plan = make_plan(request(*modules, microbatches=40), program)
+    whole = cost_of(plan)
+    variants = [variant_of(plan)] * 40
+    schedule = make_schedule(plan.stages, variants)
+    step = simulate(schedule, plan.stages, variants, [whole] * 40, LINK)
+    assert score(plan)[0] == pytest.approx(step.step_time, rel=1e-9)
 
 
 def test_the_same_request_gives_the_same_plan():
