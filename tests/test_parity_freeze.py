@@ -14,20 +14,26 @@ from tests.parity import assert_passed, request_of, verified, workload_of
 PATTERNS = [p for p in product((True, False), repeat=3) if any(p)]
 
 
+PARTS = {
+    name: (*tuple((path,) for paths in MODULES[name][:-1] for path in paths), MODULES[name][-1])
+    for name in ("llava", "vision_audio_llm")
+}
+
+
 def _flags(name, encoder, projector, language):
     """One flag for each module: towers, projectors, the language model last."""
     flags = []
-    for paths in MODULES[name][:-1]:
+    for paths in PARTS[name][:-1]:
         is_projector = any("proj" in path or "connector" in path for path in paths)
         flags.append(projector if is_projector else encoder)
     return [*flags, language]
 
 
-@pytest.mark.parametrize("name", ["llava", "valm"])
+@pytest.mark.parametrize("name", ["llava", "vision_audio_llm"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_encoder_projector_language(name, pattern):
     flags = _flags(name, *pattern)
-    result = verified(name, trainable=flags)
+    result = verified(name, paths=PARTS[name], trainable=flags)
     assert_passed(result)
     trained = {m for m, flag in enumerate(flags) if flag}
     assert bool(result.as_dict()["messages"]["backward"]) == (
@@ -35,26 +41,26 @@ def test_encoder_projector_language(name, pattern):
     )
 
 
-@pytest.mark.parametrize("name", ["llava", "valm"])
+@pytest.mark.parametrize("name", ["llava", "vision_audio_llm"])
 def test_no_gradient_crosses_into_frozen_parts(name):
     flags = _flags(name, False, False, True)
-    assert_passed(verified(name, trainable=flags, microbatches=4))
+    assert_passed(verified(name, paths=PARTS[name], trainable=flags, microbatches=4))
     for plan in _step(name, flags)[1].plans:
         language = plan.stages[-2].index
         assert not any(b.gradients for b in plan.boundaries if b.target <= language)
         assert any(b.gradients for b in plan.boundaries if b.target > language)
 
 
-@pytest.mark.parametrize("name", ["llava", "valm"])
+@pytest.mark.parametrize("name", ["llava", "vision_audio_llm"])
 def test_all_frozen(name):
-    result = verified(name, trainable=[False] * len(MODULES[name]))
+    result = verified(name, paths=PARTS[name], trainable=[False] * len(PARTS[name]))
     assert result.passed
     assert not result.errors
     assert result.as_dict()["messages"]["backward"] == 0
     assert result.as_dict()["bytes"]["backward"] == 0
 
 
-@pytest.mark.parametrize("name", ["llava", "valm"])
+@pytest.mark.parametrize("name", ["llava", "vision_audio_llm"])
 def test_frozen_stages_have_no_backward(name):
     """No I or W action, no saved value, no gradient message on a stage where nothing flows."""
     flags = _flags(name, False, False, True)
@@ -106,7 +112,7 @@ class LoRA(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-@pytest.mark.parametrize("name", ["llava", "valm"])
+@pytest.mark.parametrize("name", ["llava", "vision_audio_llm"])
 def test_lora(name):
     workload = workload_of(name)
     workload.model.requires_grad_(False)
@@ -123,7 +129,7 @@ def test_lora(name):
 
 
 def _step(name, flags):
-    request = request_of(MODULES[name], [*[1] * (len(flags) - 1), 2], trainable=flags)
+    request = request_of(PARTS[name], [*[1] * (len(flags) - 1), 2], trainable=flags)
     workload = workload_of(name)
     compiler = Compiler(request, ready_model(request, workload.model))
     return compiler, compiler.step(microbatches(request, workload, 0))

@@ -37,7 +37,7 @@ def test_real_samples_do_not_divide_evenly():
 @pytest.mark.parametrize("seed", range(6))
 def test_random_requests(seed):
     draw = random.Random(seed)
-    name = draw.choice(["llava", "valm", "gemma3", "qwen2_5_vl", "qwen3_vl"])
+    name = draw.choice(["llava", "vision_audio_llm", "gemma3", "qwen2_5_vl", "qwen3_vl"])
     pipelines = [draw.randint(1, 2) for _ in MODULES[name]]
     result = verified(name, pipelines, microbatches=draw.randint(1, 5), size=draw.randint(1, 2))
     assert_passed(result)
