@@ -37,7 +37,13 @@ def ready_model(request: Request, model: nn.Module) -> nn.Module:
                 )
             if module.trainable is not None:
                 known[path].requires_grad_(module.trainable)
-    return model.to(getattr(torch, request.dtype)).train()
+    dtype = getattr(torch, request.dtype)
+    # Not model.to(dtype): that drops the imaginary part of complex buffers (rotary tables).
+    for values in (model.parameters(), model.buffers()):
+        for tensor in values:
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype)
+    return model.train()
 
 
 def ready_batch(request: Request, batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -204,3 +204,22 @@ def test_views_of_parameters_are_made_again(net, batch):
         if node.op == "placeholder"
     ]
     assert (4, 7) not in shapes, "the transposed embedding is a view of a parameter"
+
+
+class Softplus(nn.Module):
+    """Its backward lays the gradient out as it came in; torch's fake says: as the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 5))
+
+    def forward(self, x, scale):
+        return (nn.functional.softplus(x @ self.w).transpose(1, 2) * scale).sum()
+
+
+def test_layouts_that_the_fake_kernel_got_wrong():
+    model = Softplus().double()
+    batch = {"x": torch.randn(2, 4, 3).double(), "scale": torch.randn(2, 5, 4).double()}
+    _, grads, _, _ = run(cut(captured(model, batch), ()), model, batch)
+    _, expected = reference(model, batch, ())
+    assert (grads["w"] - expected["w"]).abs().max() < 1e-12

@@ -33,8 +33,14 @@ def closure(roots: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def tidy(graph: fx.Graph) -> None:
-    """Rewrite in place: under no_grad ``detach(x)`` is ``x``, and ``t(t(x))`` is ``x`` anywhere."""
+    """Rewrite in place: under no_grad ``detach(x)`` is ``x``, and ``t(t(x))`` is ``x`` anywhere.
+
+    A view becomes a reshape: some operators lay their results out otherwise than their fakes said,
+    and where both are possible they are the same.
+    """
     for node in list(graph.nodes):
+        if node.target is aten.view.default:
+            node.target = aten.reshape.default
         if node.target in (aten.detach.default, aten.alias.default):
             node.replace_all_uses_with(node.args[0])
         elif node.target is aten.t.default and node.args[0].target is aten.t.default:
