@@ -4,7 +4,8 @@ The same class serves threads of one process, subprocesses and torchrun: they di
 transport.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch import nn
 from mllm_compile.compilation import Compiler, Step
 from mllm_compile.compiler.plan import Plan
 from mllm_compile.runtime.executor import Executor, StepResult
+from mllm_compile.runtime.migrate import receive_parameter, send_parameter
 from mllm_compile.runtime.optimizer import make_optimizer, update
 from mllm_compile.runtime.state import State
 from mllm_compile.runtime.transport import Transport
@@ -46,9 +48,10 @@ class Rank:
         self._private = private
         buffers = compiler.model.named_buffers()
         self.state = State({}, {name: b.clone() if private else b for name, b in buffers})
+        self.optimizer: torch.optim.Optimizer | None = None
+        self._holders: dict[str, tuple[int, ...]] = {}
         self._settled = 0
         self._settle()
-        self.optimizer = make_optimizer(compiler.request.optimizer, self.state.parameters)
         rank_of = {stage.index: stage.ranks[0] for stage in stages}
         self.executor = Executor(transport, self.state, rank_of, names=names, publish=publish)
 
@@ -75,22 +78,45 @@ class Rank:
         return {name: p.grad for name, p in found if p.grad is not None}
 
     def _settle(self) -> None:
-        """Take in what newer programs use; a parameter that no program used may move once."""
+        """Take in what newer programs use; a parameter that another rank reads now goes there."""
         plans = self.compiler.plans
         if self._settled == len(plans):
             return
         self._settled = len(plans)
-        holders = _holders(plans)
-        mine = [name for name in self._model if self.rank in holders[name]]
+        before, self._holders = self._holders, _holders(plans)
         held = self.state.parameters
+        mine = [name for name in self._model if self.rank in self._holders[name]]
+        fresh = {name: self._own(name) for name in mine if name not in held}
+        arrived = self._exchange(before, fresh)
         for name in [name for name in held if name not in mine]:
             del held[name]
-        fresh = {name: self._own(name) for name in mine if name not in held}
         held.update(fresh)
-        self.state.holders = {n: ranks for n, ranks in holders.items() if len(ranks) > 1}
+        self.state.holders = {n: ranks for n, ranks in self._holders.items() if len(ranks) > 1}
+        self._optimize(fresh)
+        for name, kept in arrived.items():
+            if self.optimizer is not None and kept:
+                self.optimizer.state[fresh[name]] = kept
+
+    def _exchange(
+        self, before: Mapping[str, tuple[int, ...]], fresh: Mapping[str, nn.Parameter]
+    ) -> dict[str, dict[str, Any]]:
+        """Bring parameters to their new ranks, in one order on all; the optimizer's states."""
+        arrived: dict[str, dict[str, Any]] = {}
+        for name, old in sorted(before.items()):
+            for target in (rank for rank in self._holders[name] if rank not in old):
+                if self.rank == old[0]:
+                    parameter = self.state.parameters[name]
+                    send_parameter(self.transport, parameter, self.optimizer, target)
+                elif self.rank == target:
+                    value, arrived[name] = receive_parameter(self.transport, old[0])
+                    fresh[name].data.copy_(value)
+        return arrived
+
+    def _optimize(self, fresh: Mapping[str, nn.Parameter]) -> None:
         trainable = [parameter for parameter in fresh.values() if parameter.requires_grad]
-        if trainable and getattr(self, "optimizer", None) is not None:
-            assert self.optimizer is not None
+        if self.optimizer is None:
+            self.optimizer = make_optimizer(self.compiler.request.optimizer, fresh)
+        elif trainable:
             self.optimizer.add_param_group({"params": trainable})
 
     def _own(self, name: str) -> nn.Parameter:
