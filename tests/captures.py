@@ -8,6 +8,7 @@ import torch
 from mllm_compile.compiler.captured import Prepared
 from mllm_compile.compiler.errors import GuardError
 from mllm_compile.passes.capture.capture import loss_of
+from mllm_compile.passes.capture.lift import lifted
 from mllm_compile.passes.capture.programs import Programs, prepare, run
 
 
@@ -18,14 +19,16 @@ class Outcome(enum.Enum):
     REJECTED = "rejected"
 
 
-def outcome(model, program, batch, tolerance=1e-9, reference=None):
+def outcome(model, program, batch, tolerance=1e-9, reference=None, lift=None):
     """EXACT if loss, gradients, missing gradients and buffers are the model's, else an error.
 
-    REJECTED if a guard refuses the batch. ``reference`` is the model to compare with, if another.
+    REJECTED if a guard refuses the batch. ``reference`` is the model to compare with, if another;
+    it runs with float32 lifted to ``lift``, as the program was captured.
     """
     theirs, ours = copy.deepcopy(reference or model), copy.deepcopy(model)
     torch.manual_seed(0)
-    expected = loss_of(theirs(**_copied(batch)))[0]
+    with lifted(lift):
+        expected = loss_of(theirs(**_copied(batch)))[0]
     expected.backward()
     state = {**dict(ours.named_parameters()), **dict(ours.named_buffers())}
     torch.manual_seed(0)
