@@ -144,22 +144,28 @@ def like_index(node: fx.Node, lookup: Lookup) -> Spread:
 
 
 def index(node: fx.Node, lookup: Lookup) -> Spread:
-    """Indexed dims become those of the (broadcast) indices; carrying ones stay carrying."""
+    """Indexed dims become those of the (broadcast) indices, which say whose rows they pick."""
     source, indices = node.args[0], list(node.args[1])  # type: ignore[arg-type]
     spread = lookup(source)
     joined = join([lookup(item) for item in node.all_input_nodes])
     used = [dim for dim, item in enumerate(indices) if item is not None]
-    width = max(rank_of(item) for item in indices if item is not None)
+    given = [item for item in indices if item is not None]
+    width = max(rank_of(item) for item in given)
     adjacent = used == list(range(used[0], used[-1] + 1))
     start = used[0] if adjacent else 0
-    dims: set[int] = set()
-    if any(lookup(item).dims for item in indices if item is not None) or spread.dims & set(used):
-        dims.add(start)
+    dims = {start + width - rank_of(item) + dim for item in given for dim in lookup(item).dims}
+    if not dims and spread.dims & set(used):
+        dims = {start}
     rest = [dim for dim in range(rank_of(source)) if dim not in used]
-    for place_, dim in enumerate(rest):
+    for position, dim in enumerate(rest):
         if dim in spread.dims:
-            dims.add(place_ if adjacent and dim < start else place_ + width)
+            dims.add(position if adjacent and dim < start else position + width)
     return joined.over(dims)
+
+
+def bags(node: fx.Node, lookup: Lookup) -> Spread:
+    """Rows of a table are looked up and summed: a bag is one row of the result."""
+    return join([lookup(source) for source in node.all_input_nodes]).over({0})
 
 
 def into(node: fx.Node, lookup: Lookup) -> Spread:
@@ -211,6 +217,7 @@ RULES: dict[Any, Rule] = {
     aten.embedding: like_index,
     aten.gather: like_index,
     aten.index_select: like_first,
+    aten._embedding_bag: bags,
     aten.index: index,
     aten._unsafe_index: index,
     aten.index_put: into,

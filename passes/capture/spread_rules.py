@@ -13,7 +13,9 @@ import torch
 from torch import fx
 
 from mllm_compile.compiler.captured import Input
-from mllm_compile.passes.capture import spread_movement
+from mllm_compile.kernels import grouped_mm
+from mllm_compile.kernels.attention import mask, op
+from mllm_compile.passes.capture import hoisted_calls, opaque_function, spread_movement
 from mllm_compile.passes.capture.spread import (
     NOTHING,
     Lookup,
@@ -31,6 +33,7 @@ from mllm_compile.passes.capture.spread import (
 
 aten = torch.ops.aten
 mllm = torch.ops.mllm
+REGISTERED = (grouped_mm, mask, op, hoisted_calls, opaque_function)  # they define the operators
 
 
 def spreads(nodes: Iterable[fx.Node], placeholders: dict[fx.Node, Input]) -> dict[fx.Node, Spread]:
@@ -53,9 +56,7 @@ def _of_call(node: fx.Node, found: dict[fx.Node, Spread]) -> Spread:
         return joined
     rule = _rule(node)
     spread = mixing(node, joined) if rule is None else rule(node, lookup)
-    if joined.known and _without_floats(node):
-        return Spread(batch=True, dims=spread.dims, pooled=spread.pooled)
-    return spread
+    return replace(spread, mixed="") if _without_floats(node) else spread
 
 
 def _rule(node: fx.Node) -> Rule | None:
@@ -174,6 +175,15 @@ def images(node: fx.Node, lookup: Lookup) -> Spread:
     return joined.like(spread)
 
 
+def matrices(node: fx.Node, lookup: Lookup) -> Spread:
+    """Functions of the matrices in the last two dims."""
+    joined = join([lookup(source) for source in node.all_input_nodes])
+    spreads = [(lookup(source), rank_of(source)) for source in node.all_input_nodes]
+    if any(dim >= rank - 2 for spread, rank in spreads for dim in spread.dims):
+        return mixing(node, joined).like(lookup(node.args[0]))
+    return joined.like(lookup(node.args[0]))
+
+
 def batch_norm(node: fx.Node, lookup: Lookup) -> Spread:
     """In training, every row is normalised by the statistics of all rows."""
     training = node.args[5]
@@ -234,6 +244,8 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.upsample_linear1d, aten.upsample_bilinear2d), images),
     **dict.fromkeys((aten.upsample_bicubic2d, aten.grid_sampler_2d), images),
     **dict.fromkeys((aten._adaptive_avg_pool2d, aten.avg_pool1d), images),
+    **dict.fromkeys((aten.linalg_solve_triangular, aten.linalg_inv_ex), matrices),
+    **dict.fromkeys((aten.tril, aten.triu, aten.diag_embed), spread_movement.like_first),
     aten.native_batch_norm: batch_norm,
     aten.cudnn_batch_norm: batch_norm,
     **dict.fromkeys((aten.nll_loss_forward, aten.nll_loss2d_forward), loss),
