@@ -28,6 +28,23 @@ def check_order(graph: Graph, request: Request) -> None:
             _refuse(request, (source, reader), values, flows.get((reader, source), []), back)
 
 
+def check_glue(graph: Graph, request: Request, module_of: Mapping[str, int]) -> None:
+    """Raise RequestError if another program fixed glue where this program cannot have it."""
+    for node in graph.placed:
+        for reader in node.users:
+            if module_of.get(reader.name, len(request.modules)) < module_of[node.name]:
+                late, early = (request.modules[module_of[n.name]].name for n in (node, reader))
+                path = node.meta.get("owner", "") or "the model itself"
+                raise RequestError(
+                    explain(
+                        f"%{node.name} ({path}), which no module of the request holds",
+                        expected=f"to run before {early}, which reads it",
+                        got=f"parameters that another program needed with {late} only",
+                        remedy="name its module in the request, or plan the fullest program first",
+                    )
+                )
+
+
 def module_flows(graph: Graph, request: Request) -> Flows:
     """(module, module that reads it) -> the values that get from the one to the other."""
     flows: dict[tuple[int, int], list[fx.Node]] = defaultdict(list)

@@ -16,7 +16,7 @@ from mllm_compile.compiler.graph import Graph
 from mllm_compile.compiler.plan import Plan, Site
 from mllm_compile.passes.assemble import boundaries_of, first_stages, stages_of
 from mllm_compile.passes.cuts import Cuts, candidates
-from mllm_compile.passes.module_order import check_order
+from mllm_compile.passes.module_order import check_glue, check_order
 from mllm_compile.passes.modules import assign_modules, module_of_path
 from mllm_compile.passes.score import score
 from mllm_compile.passes.units import Chain, chain
@@ -31,6 +31,7 @@ def partition(plan: Plan, placement: Mapping[Site, int] | None = None) -> Plan:
         modules = assign_modules(graph, plan.request, placement)
         plan = replace(plan, placement=placement, module_of=modules)
     check_order(graph, plan.request)
+    check_glue(graph, plan.request, plan.module_of)
     pins = pinned(graph, plan)
     chains = [chain(graph, plan, module, pins) for module in range(len(plan.request.modules))]
     options = [candidates(each) for each in chains]
@@ -85,13 +86,17 @@ def pinned(graph: Graph, plan: Plan) -> dict[fx.Node, int]:
     pins: dict[fx.Node, int] = {}
     for site, node in graph.sites.items():
         if site in plan.placement:
-            stage = plan.placement[site] - firsts[plan.module_of[node.name]]
-            if pins.setdefault(node, stage) != stage:
+            module = plan.module_of[node.name]
+            stage = plan.placement[site] - firsts[module]
+            known = range(firsts[module + 1] - firsts[module])
+            if stage not in known or pins.setdefault(node, stage) != stage:
                 raise RequestError(
                     explain(
-                        f"%{node.name} reads parameters of two stages",
-                        expected="one stage, as another program of the same model fixed it",
-                        got=f"{pins[node]} and {stage} of its module",
+                        f"%{node.name} ({site[0]}) reads {site[1]}",
+                        expected=f"stage {plan.placement[site]}, as another program fixed it",
+                        got=f"inputs of {plan.request.modules[module].name}, or parameters, "
+                        "that are not there",
+                        remedy="name its module in the request, or plan the fullest program first",
                     )
                 )
     return pins

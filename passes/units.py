@@ -1,9 +1,10 @@
 """Decide in which order one module's nodes stand, and between which of them it may be cut.
 
 A *unit* is what stays together: a node with the elements taken from its tuple, the weight nodes it
-reads first, and the glue that sinks to it. Units keep the order of the graph. Sites whose stage is
-given pin their units; every unit then has a lowest and a highest stage, which grow along the
-dataflow, so that ordering by them first keeps the order topological and makes the pins monotone.
+reads first, and the glue that sinks to it. Units keep the order of the graph, but that a module
+which is called twice, side by side, does both calls part by part. Sites whose stage is given pin
+their units; every unit then has a lowest and a highest stage, which grow along the dataflow, so
+that ordering by them first keeps the order topological and makes the pins monotone.
 """
 
 from collections import defaultdict
@@ -105,7 +106,7 @@ class _Order:
     def units(self) -> tuple[Unit, ...]:
         """Groups in order; those that must stay together become one unit."""
 
-        def bounds(node: fx.Node) -> tuple[int, int, int]:
+        def bounds(node: fx.Node) -> tuple[int, int, tuple[int, int]]:
             return self.lowest[node], self.highest[node], self.place[node]
 
         ordered = sorted(self.leaders, key=lambda node: (*bounds(node), self.graph.index[node]))
@@ -134,12 +135,27 @@ class _Order:
                 leads.add(node)
         return {node for node in leads if bound[node] is None}
 
-    def _places(self) -> dict[fx.Node, int]:
-        """Own place in the graph; what sinks takes that of its first reader."""
-        place: dict[fx.Node, int] = {}
+    def _places(self) -> dict[fx.Node, tuple[int, int]]:
+        """(turn, own place in the graph); what sinks takes the place of its first reader.
+
+        A node's turn comes after its inputs, at the first read of the parameters that it reads: a
+        module that is called twice, side by side, so does each part of both calls in one place.
+        """
+        index = self.graph.index
+        turns: dict[fx.Node, int] = {}
+        first: dict[str, int] = {}
+        for node in self.leaders:
+            read = [p for member in self.members[node] for p in self.graph.parameters_read(member)]
+            for parameter in read:
+                first.setdefault(parameter, index[node])
+            before = [turns[source] for source in self._sources(node)]
+            reads = [first[parameter] for parameter in read]
+            turns[node] = max([*before, *reads], default=index[node])
+        place: dict[fx.Node, tuple[int, int]] = {}
         for node in reversed(self.leaders):
             readers = self._readers(node) if node in self.sinking else ()
-            place[node] = min((place[reader] for reader in readers), default=self.graph.index[node])
+            own = turns[node], index[node]
+            place[node] = min((place[reader] for reader in readers), default=own)
         return place
 
     def _bounds(self, stages: int) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
@@ -185,20 +201,19 @@ def _crossing(graph: Graph, plan: Plan, units: tuple[Unit, ...]) -> Floats:
     """Bytes over a cut before every unit: of values read on both sides of where they are made.
 
     A value of another module counts between its first and its last reader: a cut there makes it
-    cross twice. One byte per value lets one value win over several of the same size.
+    cross twice. So does a parameter, which would stand on both sides. One byte per value lets one
+    value win over several of the same size.
     """
     place = {node: index for index, unit in enumerate(units) for node in unit.nodes}
     change = np.zeros(len(units) + 1)
-    sources = dict.fromkeys(source for node in place for source in node.all_input_nodes)
     placed = set(graph.placed)
-    for node in sources:
-        if node not in placed or any(is_element(user) for user in node.users):
-            continue
+    for node in dict.fromkeys(source for reader in place for source in reader.all_input_nodes):
+        parameter = node in graph.input_of and graph.input_of[node].kind == "parameter"
         readers = [place[user] for user in node.users if user in place]
-        if not readers:
-            continue
-        backward = any((node.name, user.name) in plan.grad_edges for user in node.users)
-        size = size_bytes(node) * (2 if backward else 1) + 1
-        change[place.get(node, min(readers))] += size
-        change[max(readers)] -= size
+        is_tuple = any(is_element(user) for user in node.users)
+        if readers and not is_tuple and (node in placed or parameter):
+            backward = any((node.name, user.name) in plan.grad_edges for user in node.users)
+            size = size_bytes(node) * (2 if backward else 1) + 1
+            change[place.get(node, min(readers))] += size
+            change[max(readers)] -= size
     return np.concatenate([[0.0], np.cumsum(change)[:-1]])

@@ -71,6 +71,29 @@ def test_projector_and_head_sink_to_the_language_model():
     assert plan.home["head.weight"] == 2
 
 
+class Twice(nn.Module):
+    """One encoder that is called for two kinds of input, side by side."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, still, moving):
+        return self.last(torch.cat([self.encoder(still), self.encoder(moving)])).sum()
+
+
+def test_both_calls_of_a_module_are_cut_at_the_same_places():
+    inputs = {"still": torch.randn(2, 4), "moving": torch.randn(3, 4)}
+    plan = plan_of(Twice(), inputs, ("encoder", 3), ("last", 1))
+    held = [set(stage.parameters) for stage in plan.stages]
+    assert all(len(held[k]) == 4 for k in range(3))
+    assert not held[0] & held[1]
+    assert not held[1] & held[2]
+    assert crossings(plan)[0, 1] != crossings(plan)[1, 2]
+    assert all(len(crossings(plan)[k, k + 1]) == 2 for k in range(3))
+
+
 def test_uncovered_parts_are_cut_with_the_module_that_they_follow():
     plan = plan_of(Multimodal(1, layers=4), batch("vision"), ("towers", 3))
     assert set(crossings(plan)) == {(0, 1), (1, 2)}
@@ -347,6 +370,29 @@ def test_long_steps_are_extrapolated():
     schedule = make_schedule(plan.stages, variants)
     step = simulate(schedule, plan.stages, variants, [whole] * 40, LINK)
     assert score(plan)[0] == pytest.approx(step.step_time, rel=1e-9)
+
+
+class Shared(nn.Module):
+    """A part that the request does not name, read by the last module, and at times by the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.spare, self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, early=None):
+        h = self.spare(x)
+        return (self.last(self.first(x if early is None else h + early)) + self.last(h)).sum()
+
+
+def test_uncovered_parts_that_would_have_to_move_are_refused():
+    x = torch.randn(2, 4)
+    late, early = (capture(Shared(), inputs) for inputs in ({"x": x}, {"x": x, "early": x}))
+    modules = (("first", 1), ("last", 1))
+    placement = make_plan(request(*modules), late).placement
+    assert placement["spare", "spare.weight", 0] == 1
+    assert make_plan(request(*modules), early).placement["spare", "spare.weight", 0] == 0
+    with pytest.raises(RequestError, match=r"which no module.*to run before first"):
+        make_plan(request(*modules), early, placement)
 
 
 def test_the_same_request_gives_the_same_plan():
