@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from mllm_compile.compiler.captured import Captured, CaptureReport, Guard
-from mllm_compile.compiler.errors import CaptureError, explain
+from mllm_compile.compiler.errors import CaptureError, GuardError, explain
 from mllm_compile.passes.capture.entries import Entries
 from mllm_compile.passes.capture.explicit_dtypes import pin_dtypes
 from mllm_compile.passes.capture.forward_trace import ForwardTrace, Outputs
 from mllm_compile.passes.capture.functionalize import functionalize
 from mllm_compile.passes.capture.loss import Loss, take_apart
+from mllm_compile.passes.capture.prepare import prepare
 from mllm_compile.passes.capture.randomness import unchanged_generators
 from mllm_compile.passes.capture.split import split
 from mllm_compile.passes.capture.stable_trace import StableTrace
@@ -43,6 +44,7 @@ def capture(
     with LOCK, unchanged_generators():
         found, passes = StableTrace(model, entries, outputs or loss_of, lift).find()
     program = _assemble(found, entries, outputs is None)
+    _check_itself(program, batch, dict(model.named_buffers()))
     report = CaptureReport(
         passes=passes,
         seconds=time.perf_counter() - start,
@@ -52,6 +54,25 @@ def capture(
         notes=(*program.report.notes, *found.mode.random),
     )
     return replace(program, report=report)
+
+
+def _check_itself(
+    program: Captured, batch: Mapping[str, Any], buffers: dict[str, torch.Tensor]
+) -> None:
+    """A program must fit the batch that it was captured from; without data, nobody can tell."""
+    needed = [buffers[item.name] for item in program.prologue_inputs if item.kind == "buffer"]
+    if any(tensor.is_meta for tensor in (*needed, *program.constants.values())):
+        return
+    try:
+        prepare(program, batch, buffers)
+    except GuardError as error:
+        raise CaptureError(
+            explain(
+                "the program refuses the batch that it was captured from",
+                got=str(error),
+                remedy="a helper that forward calls depends on more than its arguments",
+            )
+        ) from error
 
 
 def loss_of(result: Any) -> tuple[torch.Tensor]:
@@ -76,6 +97,7 @@ def loss_of(result: Any) -> tuple[torch.Tensor]:
 def _assemble(found: ForwardTrace, entries: Entries, is_loss: bool) -> Captured:
     pin_dtypes(found.graph)
     functional = functionalize(found.graph, found.inputs, found.fakes, found.fake_mode)
+    entries.refuse_shared(functional.written)
     returned, reads = functional.outputs, found.mode.reads.log
     outputs, guards = returned[: found.num_outputs], returned[found.num_outputs :]
     loss = Loss(outputs[0], (), "its outputs were chosen by hand")

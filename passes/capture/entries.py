@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from mllm_compile.compiler.captured import Signature, TensorSpec
 from mllm_compile.compiler.errors import CaptureError, explain
+from mllm_compile.passes.capture.tracing import storage_key
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
 
@@ -47,6 +48,20 @@ class Entries:
         leaves = [next(fresh) if isinstance(x, torch.Tensor) else x for x in self.leaves]
         batch: dict[str, Any] = pytree.tree_unflatten(leaves, self.spec)
         return batch
+
+    def refuse_shared(self, written: Sequence[str]) -> None:
+        """A forward may write into an entry only if no other entry would see it."""
+        for name in written:
+            memory = storage_key(self.tensors[name])
+            for other, tensor in self.tensors.items():
+                if other != name and storage_key(tensor) == memory:
+                    raise CaptureError(
+                        explain(
+                            f"batch entries {name!r} and {other!r}",
+                            got=f"shared memory, and a forward that writes into {name!r}",
+                            remedy="clone one of them in collate",
+                        )
+                    )
 
     @property
     def signature(self) -> Signature:

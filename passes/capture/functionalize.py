@@ -37,6 +37,7 @@ class Functional:
     inputs: list[Input]
     constants: dict[str, torch.Tensor]
     updates: dict[str, fx.Node]
+    written: list[str]  # batch entries that forward writes into
 
     @property
     def placeholders(self) -> dict[fx.Node, Input]:
@@ -65,7 +66,7 @@ def functionalize(
         values += [fake_like(mode, tensor, device) for tensor in constants.values()]
     if any(is_mutable(node) for node in raw.graph.nodes):
         raw = _without_writes(raw, values, mode)
-    found = Functional(raw, inputs, constants, {})
+    found = Functional(raw, inputs, constants, {}, [])
     _take_updates(found)
     _put_cuts(raw.graph)
     raw.graph.lint()
@@ -158,6 +159,8 @@ def _take_updates(found: Functional) -> None:
             )
         if source.kind == "buffer":
             found.updates[source.name] = value
+        else:
+            found.written.append(source.name)
         node.replace_all_uses_with(value)
         graph.erase_node(node)
 
