@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from mllm_compile import Workload
+from mllm_compile.meta import parameters_on_meta
 
 PAD, BOS, EOS, IMAGE = 0, 1, 2, 3
 WORDS = ["what", "colour", "is", "this", "a", "small", "large", "square"]
@@ -70,7 +71,10 @@ def tiny() -> Workload:
 
 
 def large() -> Workload:
-    """CLIP-L at 336 pixels and 80 layers of 8192: 71 billion parameters, for ``plan`` only."""
+    """CLIP-L at 336 pixels and 80 layers of 8192: 71 billion parameters, for ``plan`` only.
+
+    They have shapes but no storage.
+    """
     vision = CLIPVisionConfig(
         hidden_size=1024,
         intermediate_size=4096,
@@ -88,7 +92,8 @@ def large() -> Workload:
         num_key_value_heads=8,
         max_position_embeddings=8192,
     )
-    return _workload(vision, text, image_size=336, count=16)
+    with parameters_on_meta():
+        return _workload(vision, text, image_size=336, count=16)
 
 
 def _workload(

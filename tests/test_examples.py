@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mllm_compile.compiler.request import Request
-from mllm_compile.meta import parameters_on_meta
+from mllm_compile.verify import verify
 from mllm_compile.workload import Workload
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -71,10 +71,17 @@ def test_batching_changes_nothing(name):
 def test_large_has_71_billion_parameters_and_no_storage():
     request = Request.load(EXAMPLES / "llava_large.toml")
     assert request.num_ranks == 16
-    with parameters_on_meta():
-        workload = Workload.load(request.workload)
+    workload = Workload.load(request.workload)
     assert uncovered(request, workload.model) == []
     count = sum(parameter.numel() for parameter in workload.model.parameters())
     assert 70.5e9 < count < 71.5e9
     assert all(parameter.is_meta for parameter in workload.model.parameters())
     assert workload.collate(list(workload.samples)[:1])["pixel_values"].shape == (1, 3, 336, 336)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_program_equals_plain_model(name):
+    request, workload = load(name)
+    result = verify(request, workload, in_process=True)
+    assert result.passed, result.as_dict()
+    assert result.errors
