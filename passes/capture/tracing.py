@@ -5,17 +5,18 @@ A *fake* is a tensor without data that a trace computes with; a *real* tensor ha
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
+
+from mllm_compile.passes.capture.recorder import Decompositions, Recorder
 
 __all__ = [
     "HERE",
@@ -43,15 +44,36 @@ HERE = str(Path(__file__).parent)
 LOCK = threading.RLock()
 
 
+_recorders: list[Recorder] = []
+
+
 def trace(
-    function: Callable[..., Any],
+    function: Callable[..., Sequence[Any]],
     fakes: Sequence[torch.Tensor],
     mode: FakeTensorMode,
-    decompositions: dict[Any, Callable[..., Any]] | None = None,
+    decompositions: Decompositions | None = None,
 ) -> fx.GraphModule:
     """Record every ATen call of ``function(*fakes)``, below autograd, as one graph."""
-    with mode:
-        return make_fx(function, decomposition_table=decompositions, tracing_mode="real")(*fakes)
+    recorder = Recorder(mode, decompositions)
+    _recorders.append(recorder)
+    try:
+        with mode, _disabled_autocast_cache(), recorder:
+            for fake in fakes:
+                recorder.placeholder(fake)
+            return recorder.finish(function(*fakes))
+    finally:
+        _recorders.pop()
+
+
+@contextmanager
+def _disabled_autocast_cache() -> Iterator[None]:
+    """A weight cast in an earlier trace must not come out of the cache of autocast."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def fake_like(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -81,17 +103,12 @@ def reparametrize(
 
 def node_of(tensor: torch.Tensor) -> fx.Node | None:
     """The node that records this tensor in the trace under way; None for a real constant."""
-    mode = get_proxy_mode()
-    if mode is None:
-        return None
-    slot = get_proxy_slot(tensor, mode.tracer, None, lambda proxy: proxy)
-    return None if slot is None else slot.proxy.node
+    return _recorders[-1].node_of(tensor) if _recorders else None
 
 
 def last_node() -> fx.Node | None:
     """The newest node of the trace under way, to find out later which nodes came after it."""
-    mode = get_proxy_mode()
-    return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
+    return next(iter(reversed(_recorders[-1].graph.nodes)), None) if _recorders else None
 
 
 def nodes_after(mark: fx.Node | None) -> Iterator[fx.Node]:
