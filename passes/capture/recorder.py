@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import snapshot_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -44,7 +45,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def finish(self, results: Sequence[Any]) -> fx.GraphModule:
         """The graph, returning ``results`` as a list."""
         self.graph.output([self._argument(result) for result in results])
-        return fx.GraphModule(self.root, self.graph)
+        return _LazyGraphModule(
+            self.root, self.graph
+        )  # nobody runs its code before it is rewritten
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

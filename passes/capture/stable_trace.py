@@ -5,6 +5,7 @@ NumPy's random numbers is repeated with other draws: the graph must stay the sam
 """
 
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -20,6 +21,8 @@ from mllm_compile.passes.capture.randomness import host_draws, other_draws
 from mllm_compile.passes.capture.shadow_mode import ShadowMode
 
 MAX_TRACES = 6
+# The helpers that captures of a model have met: its next capture tries to hoist them at once.
+_met: WeakKeyDictionary[nn.Module, Candidates] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class StableTrace:
 
     def find(self) -> tuple[ForwardTrace, int]:
         """The last of as many traces as it takes, and their number."""
-        candidates: Candidates = {}
+        candidates = dict(_met.get(self.model, {}))
         for attempt in range(1, MAX_TRACES + 1):
             mode = ShadowMode(Provenance(self.model), self.lift)
             found: ForwardTrace | None = None
@@ -53,6 +56,7 @@ class StableTrace:
                 raise _as_capture_error(error) from error
             if draws:
                 self._refuse_luck(found, candidates, draws)
+            _met[self.model] = candidates
             return found, attempt
         raise AssertionError("unreachable")
 
