@@ -168,6 +168,15 @@ def helper_with_a_host_result(self, x):
 
 
 @program("EEE")
+def helpers_far_apart(self, x):
+    """Further apart than a trace goes on after it found the first one."""
+    hidden = self.embed(x) * loop_positions(x)[..., None]
+    for _ in range(250):
+        hidden = hidden * 1.5 / 1.5
+    return self.finish(hidden + self.embed(nested_inner(x)))
+
+
+@program("EEE")
 def helper_inside_a_helper(self, x):
     return self.finish(self.embed(nested_outer(x)))
 

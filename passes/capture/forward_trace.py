@@ -59,7 +59,7 @@ def trace_forward(
         with (
             reparametrize(model, dict(zip(state, flat, strict=False))),
             mode,
-            HostReads(mode.provenance),
+            HostReads(mode),
             lifted(mode.lift),
         ):
             made = list(outputs(model(**entries.rebuild(given))))

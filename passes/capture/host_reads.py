@@ -7,7 +7,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from mllm_compile.compiler.errors import CaptureError, explain
-from mllm_compile.passes.capture.provenance import Provenance, source_line
+from mllm_compile.passes.capture.provenance import source_line
+from mllm_compile.passes.capture.shadow_mode import ShadowMode
 
 BUILDERS = (torch.tensor, torch.as_tensor, torch.asarray)
 REFUSED = {
@@ -21,14 +22,15 @@ REFUSED = {
 class HostReads(TorchFunctionMode):
     """Turns tensors inside lists into host reads, and refuses what no graph can hold."""
 
-    def __init__(self, provenance: Provenance):
+    def __init__(self, mode: ShadowMode):
         super().__init__()
-        self.provenance = provenance
+        self.mode = mode
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.provenance.caller_grad = torch.is_grad_enabled()
+        self.mode.give_up_early()
+        self.mode.provenance.caller_grad = torch.is_grad_enabled()
         if func in BUILDERS and args and not isinstance(args[0], torch.Tensor):
             args = (pytree.tree_map(_read, args[0]), *args[1:])
         if func in REFUSED:

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mllm_compile.compiler.errors import CaptureError, explain
 from mllm_compile.passes.capture import replacements, static_shapes
+from mllm_compile.passes.capture.candidates import Candidates
 from mllm_compile.passes.capture.guards import Reads
 from mllm_compile.passes.capture.memory_writes import MemoryWrites
 from mllm_compile.passes.capture.provenance import Provenance, source_line
@@ -22,11 +23,28 @@ aten = torch.ops.aten
 OURS = "mllm"
 
 
+PATIENCE = 400  # calls of torch to go on for after a host read, in case another one follows
+
+
+class NewCandidates(BaseException):
+    """Ends a trace that is to be repeated anyway, unseen by the model's own error handling."""
+
+
 class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """One trace of one model: its shadows, its host reads, its random operators."""
 
-    def __init__(self, provenance: Provenance, lift: torch.dtype | None = None):
+    def __init__(
+        self,
+        provenance: Provenance,
+        lift: torch.dtype | None = None,
+        known: Candidates | None = None,
+    ):
+        """``known`` candidates were tried to hoist; a read that finds others ends the trace soon.
+
+        Without them the trace goes on to its end.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
+        self.known = known
         self.provenance = provenance
         self.lift = lift
         self.shadows = Shadows()
@@ -34,6 +52,8 @@ class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.writes = MemoryWrites()
         self.random: list[str] = []
         self.hoisted: list[str] = []
+        self._num_reads = 0
+        self._calls_since = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -45,6 +65,15 @@ class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._run(func, args, kwargs or {})
         finally:
             self.provenance.label(nodes_after(mark), grad)
+
+    def give_up_early(self) -> None:
+        """Called wherever the model calls torch: no C++ code lies between here and the model."""
+        if self._num_reads != len(self.reads.log):
+            self._num_reads, self._calls_since = len(self.reads.log), 0
+        self._calls_since += 1
+        known = self.reads.candidates if self.known is None else self.known
+        if self._calls_since == PATIENCE and not self.reads.candidates.keys() <= known.keys():
+            raise NewCandidates
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.namespace == OURS:

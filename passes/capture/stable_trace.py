@@ -1,7 +1,7 @@
 """Tracing again until nothing new is learned, and making sure that luck plays no part in it.
 
-A trace that found new helpers to hoist is repeated with them. One that drew from Python's or
-NumPy's random numbers is repeated with other draws: the graph must stay the same.
+A trace that found new helpers to hoist is repeated with them, soon after it did. One that drew from
+Python's or NumPy's random numbers is repeated with other draws: the graph must stay the same.
 """
 
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from mllm_compile.passes.capture.fingerprint import fingerprint
 from mllm_compile.passes.capture.forward_trace import ForwardTrace, Outputs, trace_forward
 from mllm_compile.passes.capture.provenance import Provenance, is_model_file, place
 from mllm_compile.passes.capture.randomness import host_draws, other_draws
-from mllm_compile.passes.capture.shadow_mode import ShadowMode
+from mllm_compile.passes.capture.shadow_mode import NewCandidates, ShadowMode
 
-MAX_TRACES = 6
+MAX_TRACES = 8
 # The helpers that captures of a model have met: its next capture tries to hoist them at once.
 _met: WeakKeyDictionary[nn.Module, Candidates] = WeakKeyDictionary()
 
@@ -38,12 +38,15 @@ class StableTrace:
         """The last of as many traces as it takes, and their number."""
         candidates = dict(_met.get(self.model, {}))
         for attempt in range(1, MAX_TRACES + 1):
-            mode = ShadowMode(Provenance(self.model), self.lift)
+            known = candidates if attempt < MAX_TRACES else None
+            mode = ShadowMode(Provenance(self.model), self.lift, known)
             found: ForwardTrace | None = None
             error: Exception | None = None
             with host_draws() as draws:
                 try:
                     found = self._once(mode, candidates)
+                except NewCandidates:
+                    pass
                 except Exception as problem:
                     error = problem
                     mode.reads.candidates |= candidates_in_traceback(problem.__traceback__)
