@@ -3,10 +3,13 @@
 from copy import deepcopy
 from functools import cache
 
+from torch.nn.functional import pad
+
 from mllm_compile.compiler.request import ModuleSpec, Parallel, Request
 from mllm_compile.verify import Verification, verify
 from mllm_compile.workload import Workload
 from tests.families import FAMILIES, MODULES
+from tests.samples import PER_TOKEN
 
 
 @cache
@@ -18,6 +21,21 @@ def workload_of(name: str) -> Workload:
     """A fresh copy of a family's workload."""
     built = _built(name)
     return Workload(deepcopy(built.model), built.samples, built.collate)
+
+
+def evenly(workload: Workload) -> Workload:
+    """The same model on samples of one length, so that every microbatch fits one program."""
+    length = max(len(sample["input_ids"]) for sample in workload.samples)
+    samples = [
+        {
+            name: pad(value, (0, length - len(value)), value=PER_TOKEN[name])
+            if name in PER_TOKEN
+            else value
+            for name, value in sample.items()
+        }
+        for sample in workload.samples
+    ]
+    return Workload(workload.model, samples, workload.collate)
 
 
 def request_of(
@@ -36,12 +54,11 @@ def request_of(
 
 
 def verified(name: str, pipelines=None, *, workload=None, paths=None, **keys) -> Verification:
-    """Verify a family in-process; by default one rank per module and two for the last."""
+    """Verify a family in-process; by default even samples, two ranks for the last module."""
     paths = paths or MODULES[name]
     pipelines = pipelines or [*[1] * (len(paths) - 1), 2]
-    return verify(
-        request_of(paths, pipelines, **keys), workload or workload_of(name), in_process=True
-    )
+    workload = workload or evenly(workload_of(name))
+    return verify(request_of(paths, pipelines, **keys), workload, in_process=True)
 
 
 def assert_passed(result: Verification) -> None:

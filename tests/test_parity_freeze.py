@@ -9,7 +9,7 @@ from mllm_compile.compilation import Compiler
 from mllm_compile.model import microbatches, ready_model
 from mllm_compile.workload import Workload
 from tests.families import MODULES
-from tests.parity import assert_passed, request_of, verified, workload_of
+from tests.parity import assert_passed, evenly, request_of, verified, workload_of
 
 PATTERNS = [p for p in product((True, False), repeat=3) if any(p)]
 
@@ -94,7 +94,7 @@ def _freeze_all_but(model: nn.Module, wanted):
     ],
 )
 def test_partial_freezes(wanted):
-    workload = workload_of("llava")
+    workload = evenly(workload_of("llava"))
     _freeze_all_but(workload.model, wanted)
     assert_passed(verified("llava", [2, 1, 2], workload=workload))
 
@@ -114,7 +114,7 @@ class LoRA(nn.Module):
 
 @pytest.mark.parametrize("name", ["llava", "vision_audio_llm"])
 def test_lora(name):
-    workload = workload_of(name)
+    workload = evenly(workload_of(name))
     workload.model.requires_grad_(False)
     replaced = 0
     for module in list(workload.model.modules()):
@@ -130,6 +130,6 @@ def test_lora(name):
 
 def _step(name, flags):
     request = request_of(PARTS[name], [*[1] * (len(flags) - 1), 2], trainable=flags)
-    workload = workload_of(name)
+    workload = evenly(workload_of(name))
     compiler = Compiler(request, ready_model(request, workload.model))
     return compiler, compiler.step(microbatches(request, workload, 0))
