@@ -15,6 +15,7 @@ from mllm_compile.compiler.action import Schedule
 from mllm_compile.compiler.captured import Captured, Prepared
 from mllm_compile.compiler.dry_run import dry_run
 from mllm_compile.compiler.errors import RequestError, explain
+from mllm_compile.compiler.graph import Graph
 from mllm_compile.compiler.plan import Plan
 from mllm_compile.compiler.program import StageProgram
 from mllm_compile.compiler.request import Request
@@ -116,8 +117,8 @@ def richest(programs: Iterable[Captured]) -> Captured:
 
 
 def _size(program: Captured) -> tuple[int, int]:
-    used = sum(item.kind == "parameter" for item in program.inputs)
-    return used, len(program.main.graph.nodes)
+    graph = Graph(program)
+    return len(graph.sites), len(graph.nodes)
 
 
 def _check_splittable(program: Captured) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mllm_compile.agreement import agree
 from mllm_compile.compilation import Compiler
 from mllm_compile.compiler.errors import RequestError, explain
 from mllm_compile.compiler.request import Request
@@ -52,6 +53,7 @@ def train(context: RankContext, training: Training) -> Iterator[Progress]:
     compiler = Compiler(request, ready_model(request, workload.model))
     compiled = compiler.step(microbatches(request, workload, 0))
     transport = DistributedTransport(device, channels_of(compiled))
+    agree(transport, compiler.plans)
     rank = Rank(compiler, transport, publish=context.publish)
     context.label(rank.label)
     done = _resume(training, rank)

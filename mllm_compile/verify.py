@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mllm_compile.agreement import agree
 from mllm_compile.compilation import Compiler, Step
 from mllm_compile.compiler.errors import RequestError, explain
 from mllm_compile.compiler.request import Request
@@ -21,7 +22,7 @@ from mllm_compile.plain import reference
 from mllm_compile.rank import Rank, channels_of
 from mllm_compile.runtime.device import device_of
 from mllm_compile.runtime.distributed_transport import DistributedTransport
-from mllm_compile.runtime.launch import launch
+from mllm_compile.runtime.launch import launch, under_torchrun
 from mllm_compile.runtime.local_transport import run_threads
 from mllm_compile.runtime.measures import Measures
 from mllm_compile.runtime.rank_main import RankContext
@@ -123,6 +124,10 @@ def verify(
                 remedy="name it in the request, or verify in-process",
             )
         )
+    if under_torchrun() and not in_process:
+        raise RequestError(
+            explain("verify", expected="to start its own ranks", remedy="run it without torchrun")
+        )
     workload = workload or load_workload(request)
     model = ready_model(request, workload.model)
     plain = deepcopy(model)
@@ -148,7 +153,7 @@ def compare(
                 ref = expected[name].double()
                 scale = max(float(ref.norm()), FLOOR * norm, 1e-300)
                 error = float((gradient.double() - ref).norm()) / scale
-                errors[name] = error if error != error else max(error, errors.get(name, 0.0))
+                errors[name] = float(torch.tensor([error, errors.get(name, 0.0)]).max())
     return Verification(
         tolerance=TOLERANCE[request.dtype],
         eager_loss=loss,
@@ -166,6 +171,7 @@ def rank_main(context: RankContext, request: Request) -> RankResult:
     workload = load_workload(request)
     compiler, step = _compiled(request, ready_model(request, workload.model), workload)
     transport = DistributedTransport(device, channels_of(step))
+    agree(transport, compiler.plans)
     rank = Rank(compiler, transport, publish=context.publish)
     context.label(rank.label)
     result = _rank_result(rank, step)
