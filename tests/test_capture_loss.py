@@ -272,6 +272,11 @@ def divided_by_number_of_tokens(model, logits, labels, mask):
 
 
 @refuses
+def rows_divided_by_size(model, logits, labels, mask):
+    return (token_losses(logits, labels) / len(labels)).sum()
+
+
+@refuses
 def divided_by_host_read(model, logits, labels, mask):
     return token_losses(logits, labels).sum() / int(mask.sum())
 
@@ -300,6 +305,16 @@ def test_what_does_not_add_up_says_so(name):
     (note,) = program.report.notes
     assert note.startswith("one microbatch only: ")
     assert "test_capture_loss.py:" in note
+
+
+def test_a_size_of_one_is_a_size_too():
+    """Divided by 1, the number of samples of this microbatch."""
+    model, made = model_of(REFUSED["divided_by_size"]), samples()
+    assert not capture(model, collate(made[:1])).splittable
+    weighted = model_of(
+        lambda model, logits, labels, mask: 1.0 * cross_entropy(model, logits, labels, mask)
+    )
+    assert capture(weighted, collate(made[:1])).splittable
 
 
 def test_refusals_are_not_for_nothing():

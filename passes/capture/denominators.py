@@ -215,6 +215,17 @@ class LossTerms:
         total = call(source, source.target, logits, target, weight, SUM, ignored)
         return self._over(call(source, operator.getitem, total, 0), count)
 
+    def check_literals(self, nodes: Iterable[fx.Node], owner: Any) -> None:
+        """Rows that the module of the loss divides by a whole number: maybe a size of the batch."""
+        for node in nodes:
+            literal = node.args[1] if len(node.args) > 1 else None
+            divides = packet(node) is aten.div and isinstance(literal, int)
+            spread = self.spread[node]
+            if divides and node.meta.get("owner") == owner and spread.rows and not spread.known:
+                reason = self.suspicious(node, literal)
+                if reason:
+                    raise NotASum(reason)
+
     def globalize_scales(self, nodes: Iterable[fx.Node]) -> None:
         """Rows that are scaled by a count of inputs inside the model: make that count global."""
         for node in nodes:

@@ -1,5 +1,6 @@
 """Takes the loss of a captured forward apart, or says why it cannot be split over microbatches."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from mllm_compile.passes.capture.denominators import LossTerms, NotASum
 from mllm_compile.passes.capture.functionalize import Functional
 from mllm_compile.passes.capture.guards import Read
 from mllm_compile.passes.capture.split import ancestors
-from mllm_compile.passes.capture.spread import Spread, place, value_of
+from mllm_compile.passes.capture.spread import Spread, packet, place, value_of
 from mllm_compile.passes.capture.spread_rules import spreads
 from mllm_compile.passes.capture.tracing import FakeTensorMode
 
@@ -44,6 +45,7 @@ def take_apart(
         with graph.inserting_before(next(iter(reversed(graph.nodes)))):
             node = terms.term(loss)
         terms.globalize_scales(order)
+        terms.check_literals(order, loss.meta.get("owner"))
     except NotASum as reason:
         return Loss(loss, (), str(reason))
     return Loss(node, tuple(counts.denominators))
@@ -62,8 +64,12 @@ def _sizes(spread: dict[fx.Node, Spread]) -> set[int]:
 
 def _suspicious(user: fx.Node, literal: Any, sizes: set[int], reads: Sequence[Read]) -> str:
     """A literal that equals a size of the batch, or a number read on the host, may be just that."""
-    inverse = 1 / literal if literal else literal
+    if not literal or not math.isfinite(literal):
+        return ""
+    inverse = 1 / literal
     whole = {int(x) for x in (literal, inverse) if x == int(x) and abs(x) > 1}
+    if packet(user) is torch.ops.aten.div and isinstance(literal, int):
+        whole.add(literal)  # 1 too: the size of a batch of one sample
     if whole & sizes:
         return f"{place(user)} scales the loss by {literal:g}, which may be a size of this batch"
     read = {read.value for read in reads if not isinstance(read.value, bool)}
