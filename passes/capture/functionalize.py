@@ -67,6 +67,7 @@ def functionalize(
     if any(is_mutable(node) for node in raw.graph.nodes):
         raw = _without_writes(raw, values, mode)
     found = Functional(raw, inputs, constants, {}, [])
+    _drop_aliases(raw.graph)
     _take_updates(found)
     _put_cuts(raw.graph)
     raw.graph.lint()
@@ -165,8 +166,8 @@ def _take_updates(found: Functional) -> None:
         graph.erase_node(node)
 
 
-def _put_cuts(graph: fx.Graph) -> None:
-    """Aliases go; a ``detach`` stands on every edge that gradients must not cross."""
+def _drop_aliases(graph: fx.Graph) -> None:
+    """Aliases that stood for a ``detach`` become one again; all others go."""
     for node in list(graph.nodes):
         if node.target is aten.alias.default:
             if node.meta.get(CUT):
@@ -174,6 +175,10 @@ def _put_cuts(graph: fx.Graph) -> None:
             else:
                 node.replace_all_uses_with(node.args[0])
                 graph.erase_node(node)
+
+
+def _put_cuts(graph: fx.Graph) -> None:
+    """A ``detach`` on every edge from a node under ``no_grad`` to one with gradients."""
     for node in list(graph.nodes):
         value = node.meta.get("val")
         differentiable = isinstance(value, torch.Tensor) and (
