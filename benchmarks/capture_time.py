@@ -3,10 +3,11 @@
     python benchmarks/capture_time.py [FAMILY ...] [--rounds N]
 
 All three capture the same tiny model on the same batch, in turn, in one process; printed are
-medians of CPU seconds after one warm-up round, and ratios of them. What each one gives:
-ours a functional ATen graph with owners, guards and hoisted helpers; export a functional ATen graph
-that holds for exactly one batch where a helper read tensor values; Dynamo a graph of torch calls.
-"fails" means that it raises on this model. Dynamo and export get their most permissive settings.
+medians of CPU seconds after one warm-up round, and ratios of them. The first capture of a model may
+trace twice to find helpers to hoist; later ones, which are timed, know them. The products differ:
+ours is a functional ATen graph below autograd with owners, guards and a prologue; export's is its
+training graph, not yet made functional (``run_decompositions`` is not timed); Dynamo's holds torch
+calls. "fails" means that it raises on this model. Dynamo captures scalars and dynamic shapes.
 """
 
 import argparse

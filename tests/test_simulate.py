@@ -82,6 +82,14 @@ def test_zero_bubble_is_never_slower_and_shortens_equal_stages():
     assert max(zero.peak_microbatches.values()) <= 4
 
 
+def test_zero_bubble_reaches_the_optimum_of_the_toy():
+    """Four stages of F = dI = dW = 6, M = 8: 162 is what an exact solver finds."""
+    costs = [StageCost(6.0, 0.0, 12.0), *[StageCost(6.0, 6.0, 6.0)] * 3]
+    step = [variant(chain(0, 4))] * 8
+    assert play(stages(4), step, costs, zero_bubble=True).step_time == 162
+    assert play(stages(4), step, costs).step_time == 180
+
+
 def test_random_steps_take_at_least_the_work_of_the_busiest_rank():
     for seed in range(100):
         a_stages, step = random_step(seed)
