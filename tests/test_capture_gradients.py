@@ -317,6 +317,30 @@ def in_place_chain(self, h):
     return t
 
 
+@exact
+def gradient_inside_as_a_number(self, h):
+    x = h.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(self.b(x).tanh().sum(), x)
+    return h * gradient
+
+
+@refused("create_graph=True")
+def per_sample_gradient(self, h):
+    return h * torch.func.vmap(torch.func.grad(lambda row: self.b(row).tanh().sum()))(h)
+
+
+@exact
+def buffer_replaced_by_another_tensor(self, h):
+    self.norm.running_mean = self.norm.running_mean * 0.9 + h.detach().mean(0) * 0.1
+    return h * self.norm.running_mean
+
+
+@refused("create_graph=True")
+def gradient_inside_that_is_differentiated(self, h):
+    (gradient,) = torch.autograd.grad(self.b(h).tanh().sum(), h, create_graph=True)
+    return h * gradient
+
+
 @refused("in-place writes that autograd sees")
 def write_under_no_grad(self, h):
     h = torch.relu(self.b(h)) + 0

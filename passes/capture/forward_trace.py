@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from mllm_compile.compiler.captured import Input
+from mllm_compile.compiler.errors import CaptureError, explain
 from mllm_compile.passes.capture.attention import attention_interfaces
 from mllm_compile.passes.capture.candidates import Candidates
 from mllm_compile.passes.capture.entries import Entries
@@ -63,6 +64,7 @@ def trace_forward(
             lifted(mode.lift),
         ):
             made = list(outputs(model(**entries.rebuild(given))))
+            _write_back(model, dict(zip(state, flat, strict=False)))
         num_outputs = len(made)
         return [*made, *(read.tensor for read in mode.reads.log)]
 
@@ -96,6 +98,24 @@ def _cast_shadows(
             mode.shadows.put_copy(state[name], buffer)
     for fake, tensor in zip(given, entries.tensors.values(), strict=True):
         mode.shadows.put_copy(fake, tensor)
+
+
+def _write_back(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """A buffer that forward replaced by another tensor gets that tensor's values instead."""
+    now = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, tensor in state.items():
+        new = now.get(name)
+        if new is None or new is tensor:
+            continue
+        if tensor.requires_grad or (new.shape, new.dtype) != (tensor.shape, tensor.dtype):
+            raise CaptureError(
+                explain(
+                    f"{name}",
+                    expected="a parameter left alone, or a buffer of the same shape and dtype",
+                    got="another tensor in its place after forward",
+                )
+            )
+        tensor.copy_(new.detach())
 
 
 @contextmanager

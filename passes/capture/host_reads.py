@@ -33,15 +33,29 @@ class HostReads(TorchFunctionMode):
         self.mode.provenance.caller_grad = torch.is_grad_enabled()
         if func in BUILDERS and args and not isinstance(args[0], torch.Tensor):
             args = (pytree.tree_map(_read, args[0]), *args[1:])
-        if func in REFUSED:
+        reason = REFUSED.get(func, "")
+        if func is torch.autograd.grad and _creates_graph(*args, **(kwargs or {})):
+            reason = "a gradient inside forward that is itself differentiated (create_graph=True)"
+        if reason:
             raise CaptureError(
                 explain(
                     f"{func.__name__} at {source_line()}",
-                    got=REFUSED[func],
+                    got=reason,
                     remedy="express it with tensor operators or a custom autograd.Function",
                 )
             )
         return func(*args, **(kwargs or {}))
+
+
+def _creates_graph(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: Any = None,
+    create_graph: bool = False,
+    **_: Any,
+) -> bool:
+    return create_graph
 
 
 def _read(value: Any) -> Any:
