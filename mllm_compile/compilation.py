@@ -19,6 +19,7 @@ from mllm_compile.compiler.graph import Graph
 from mllm_compile.compiler.plan import Plan
 from mllm_compile.compiler.program import StageProgram
 from mllm_compile.compiler.request import Request
+from mllm_compile.denominators import with_global_denominators
 from mllm_compile.passes.capture.programs import Programs
 from mllm_compile.passes.lower.lower import lower
 from mllm_compile.passes.pipeline import make_plan
@@ -72,7 +73,7 @@ class Compiler:
             richest(item.program for item in prepared)
         )  # first, so that it places the parameters
         plans = tuple(self.plan(item.program) for item in prepared)
-        return Step(plans, _with_global_denominators(prepared), self._schedule(plans))
+        return Step(plans, with_global_denominators(prepared), self._schedule(plans))
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -131,19 +132,6 @@ def _check_splittable(program: Captured) -> None:
                 remedy="set microbatches = 1",
             )
         )
-
-
-def _with_global_denominators(prepared: Sequence[Prepared]) -> tuple[Prepared, ...]:
-    """Put the sum over all microbatches in place of each microbatch's own count."""
-    totals: dict[tuple[str, str], torch.Tensor] = {}
-    for item in prepared:
-        for key, value in item.values.items():
-            if key[0] == "denominator":
-                totals[key] = totals[key] + value if key in totals else value
-    return tuple(
-        replace(item, values={key: totals.get(key, value) for key, value in item.values.items()})
-        for item in prepared
-    )
 
 
 def _inductor(program: StageProgram) -> StageProgram:

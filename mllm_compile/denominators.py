@@ -1,0 +1,75 @@
+"""One denominator for each term of the loss, over all microbatches of a step.
+
+A mean over labels, or over anything else, is a sum divided by a count. Every microbatch brings its
+own counts; the step divides all of them by the total. Programs of one step may have other terms (an
+audio loss only where there is audio): a term is known by where the model divides, and its total is
+over the microbatches that have it, as in the plain model's global batch.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from mllm_compile.compiler.captured import Captured, Prepared
+from mllm_compile.compiler.errors import RequestError, explain
+
+Term = tuple[str, str, int]
+"""(owner, source line, occurrence) of the first node that divides by the count."""
+
+
+def with_global_denominators(prepared: Sequence[Prepared]) -> tuple[Prepared, ...]:
+    """Put the sum over all microbatches in place of each microbatch's own count.
+
+    Raises:
+        RequestError: the microbatches' losses have different terms that cannot be told apart.
+    """
+    terms = [_terms(item.program) for item in prepared]
+    _check_told_apart(terms)
+    totals: dict[Term, torch.Tensor] = {}
+    for item, named in zip(prepared, terms, strict=True):
+        for name, term in named.items():
+            value = item.values["denominator", name]
+            totals[term] = totals[term] + value if term in totals else value
+    return tuple(
+        replace(
+            item,
+            values={
+                **item.values,
+                **{("denominator", name): totals[term] for name, term in named.items()},
+            },
+        )
+        for item, named in zip(prepared, terms, strict=True)
+    )
+
+
+def _terms(program: Captured) -> dict[str, Term]:
+    """Denominator name -> the term it belongs to."""
+    seen: Counter[tuple[str, str]] = Counter()
+    terms: dict[str, Term] = {}
+    placeholders = program.main.graph.find_nodes(op="placeholder")
+    for node, item in zip(placeholders, program.inputs, strict=True):
+        if item.kind == "denominator":
+            meta: dict[str, str] = next((user.meta for user in node.users), {})
+            place = (meta.get("owner", ""), meta.get("where", ""))
+            terms[item.name] = (*place, seen[place])
+            seen[place] += 1
+    return terms
+
+
+def _check_told_apart(terms: Sequence[dict[str, Term]]) -> None:
+    """Programs with other terms than the rest may not have two terms from one source line."""
+    if len({tuple(named.values()) for named in terms}) == 1:
+        return
+    for named in terms:
+        for owner, where, occurrence in named.values():
+            if occurrence:
+                raise RequestError(
+                    explain(
+                        f"the loss at {where} ({owner or 'the model itself'})",
+                        expected="the same terms in every microbatch",
+                        got="several terms from this line, and fewer in some microbatches",
+                        remedy="compute each term in a line of its own, or set microbatches = 1",
+                    )
+                )
