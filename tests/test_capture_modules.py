@@ -61,3 +61,45 @@ def test_exact(name):
     batches = [{"x": torch.randn(3, 5, 8, dtype=torch.float64)} for _ in range(3)]
     program = capture(model, batches[0])
     assert [outcome(model, program, batch) for batch in batches] == [Outcome.EXACT] * 3
+
+
+class Filled(nn.Module):
+    """A buffer that only forward fills."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.register_buffer("seen", None)
+
+    def forward(self, x):
+        self.seen = self.first(x)
+        return self.seen.pow(2).mean()
+
+
+def test_a_buffer_that_forward_fills_does_not_stay():
+    model, batch = Filled().double(), {"x": torch.randn(3, 5, 8, dtype=torch.float64)}
+    program = capture(model, batch)
+    assert program.updates == ()
+    assert model.seen is None
+    assert not dict(model.named_buffers())
+
+
+class Shared(nn.Module):
+    """One layer that stands in two places."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(5))
+        self.second = nn.Sequential(*self.first, nn.Linear(8, 8))
+
+    def forward(self, x):
+        return self.second(self.first(x)).pow(2).mean()
+
+
+def test_a_layer_in_two_places_keeps_its_own_tensors():
+    model = Shared().double()
+    state = {**model.state_dict(keep_vars=True)}
+    batch = {"x": torch.randn(3, 5, 8, dtype=torch.float64)}
+    program = capture(model, batch)
+    assert all(state[name] is value for name, value in model.state_dict(keep_vars=True).items())
+    assert outcome(model, program, batch) is Outcome.EXACT

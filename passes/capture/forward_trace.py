@@ -51,27 +51,22 @@ def trace_forward(
     device = next((tensor.device for tensor in entries.tensors.values()), torch.device("cpu"))
     tensors = (*state.values(), *entries.tensors.values())
     fakes = [fake_like(fake_mode, tensor, device) for tensor in tensors]
-    num_outputs = 0
+    inputs, num_outputs = _inputs(model, entries), 0
 
     def traced_forward(*flat: torch.Tensor) -> list[torch.Tensor]:
         nonlocal num_outputs
         given = flat[len(state) :]
-        _cast_shadows(model, entries, dict(zip(state, flat, strict=False)), given, mode)
-        with (
-            reparametrize(model, dict(zip(state, flat, strict=False))),
-            mode,
-            HostReads(mode),
-            lifted(mode.lift),
-        ):
+        stand_ins = dict(zip(state, flat, strict=False))
+        _cast_shadows(model, entries, stand_ins, given, mode)
+        with reparametrize(model, dict(stand_ins)), mode, HostReads(mode), lifted(mode.lift):
             made = list(outputs(model(**entries.rebuild(given))))
-            _write_back(model, dict(zip(state, flat, strict=False)))
+            _write_back(model, stand_ins)
         num_outputs = len(made)
         return [*made, *(read.tensor for read in mode.reads.log)]
 
     hoister = Hoister(model, mode)
     with intercepted(candidates, hoister), _surroundings(model, mode) as attention:
         graph = trace(traced_forward, fakes, fake_mode)
-    inputs = _inputs(model, entries)
     return ForwardTrace(
         graph, inputs, fakes, fake_mode, mode, hoister, tuple(attention), num_outputs
     )

@@ -94,11 +94,21 @@ def outside_modes() -> AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
-def reparametrize(
-    model: torch.nn.Module, state: dict[str, torch.Tensor]
-) -> AbstractContextManager[Any]:
-    """Let ``state`` stand in for parameters and buffers; tied names follow the first of them."""
-    return _reparametrize_module(model, state, tie_weights=True)
+@contextmanager
+def reparametrize(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Let ``state`` stand in for parameters and buffers; tied names follow the first of them.
+
+    A module that stands in the model under several names is swapped under each of them, so that
+    only the reverse order brings its own tensors back. Buffers that forward adds are dropped.
+    """
+    buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    try:
+        with _reparametrize_module(model, state, tie_weights=True, stack_weights=True):
+            yield
+    finally:
+        for now, before in buffers:
+            now.clear()
+            now.update(before)
 
 
 def node_of(tensor: torch.Tensor) -> fx.Node | None:
