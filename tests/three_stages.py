@@ -60,10 +60,10 @@ HELD_BY = {0: ("vision",), 1: ("tied",), 2: ("tied", "scale")}
 
 
 def model(frozen: Sequence[str] = ()) -> dict[str, nn.Parameter]:
-    torch.manual_seed(0)
+    g = torch.Generator().manual_seed(0)  # threads build models at the same moment
     shapes = {"vision": (3, WIDTH), "tied": (WIDTH, WIDTH), "scale": (WIDTH,)}
     return {
-        name: nn.Parameter(torch.randn(shape, dtype=torch.float64), name not in frozen)
+        name: nn.Parameter(torch.randn(shape, dtype=torch.float64, generator=g), name not in frozen)
         for name, shape in shapes.items()
     }
 
