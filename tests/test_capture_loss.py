@@ -208,6 +208,31 @@ def nothing_if_no_label(model, logits, labels, mask):
 
 
 @refuses
+def sum_by_elements(model, logits, labels, mask):
+    return (logits**2).sum() / logits.numel()
+
+
+@refuses
+def sum_by_part_of_elements(model, logits, labels, mask):
+    return (logits**2).sum() * 3 / (logits.numel() - 1)
+
+
+@refuses
+def sum_times_inverse(model, logits, labels, mask):
+    return (logits**2).sum() * (1 / logits.numel())
+
+
+@refuses
+def sum_by_tensor(model, logits, labels, mask):
+    return (logits**2).sum() / torch.tensor(logits.numel())
+
+
+@refuses
+def sum_by_ones(model, logits, labels, mask):
+    return (logits**2).sum() / torch.ones_like(labels).sum()
+
+
+@refuses
 def squared_loss(model, logits, labels, mask):
     return F.cross_entropy(*flat(logits, labels)) ** 2
 

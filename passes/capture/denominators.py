@@ -13,8 +13,10 @@ samples (hidden size, tokens of one sample, a list of losses) is the same in eve
 Anything else makes the program right for one microbatch only.
 """
 
+import itertools
+import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -56,8 +58,10 @@ class LossTerms:
         counts: Counts,
         spread: dict[fx.Node, Spread],
         suspicious: Callable[[fx.Node, Any], str],
+        constants: Mapping[fx.Node, torch.Tensor],
     ):
         self.counts, self.spread, self.suspicious = counts, spread, suspicious
+        self.constants = constants
         self._terms: dict[fx.Node, fx.Node] = {}
 
     def term(self, node: fx.Node) -> fx.Node:
@@ -128,12 +132,68 @@ class LossTerms:
             if not isinstance(part, fx.Node) or not self.spread[part].batch:
                 continue
             try:
+                self._refuse_count(node, part, factor)
                 pair = [self.term(part), self._factor(factor, node)]
             except NotASum as reason:
                 reasons.append(reason)
                 continue
             return self._copy(node, pair[::-1] if swapped else pair)
         raise reasons[0]
+
+    def _refuse_count(self, node: fx.Node, part: fx.Node, factor: Any) -> None:
+        """A sum divided by a whole number, or scaled by a number of elements, may be a mean."""
+        literals = self._literals(factor) if self._sums(part) else []
+        for literal in literals:
+            divides = packet(node) is aten.div and isinstance(literal, int) and abs(literal) != 2
+            whole = (round(x) for x in (literal, 1 / literal) if math.isclose(x, round(x)))
+            if divides or any(abs(x) > 1 and abs(x) in self._extents() for x in whole):
+                raise NotASum(
+                    f"{place(node)} scales a sum by {literal:g}, which may count what is in this "
+                    "batch (write it as a mean)"
+                )
+
+    def _sums(self, node: fx.Node) -> bool:
+        """Whether a reduction over samples in this term is a sum that no count scales."""
+        inputs = [item for item in node.all_input_nodes if self.spread[item].pooled]
+        if not self._pools(node):
+            counted = packet(node) in (aten.mul, aten.div) and len(inputs) > 1
+            return not counted and any(self._sums(item) for item in inputs)
+        source = node.args[0] if node.target is operator.getitem else node
+        assert isinstance(source, fx.Node)
+        if packet(source) in NLL:
+            return bool(source.args[3] == SUM)
+        if "reduction" in str(getattr(source.target, "_schema", "")):
+            return reduction_of(source) == SUM
+        return packet(source) is aten.sum
+
+    def _extents(self) -> set[int]:
+        """Sizes of neighbouring dims together, one of which carries samples."""
+        found = set()
+        for node, spread in self.spread.items():
+            shape = getattr(node.meta.get("val"), "shape", ())
+            for first, last in itertools.combinations(range(len(shape) + 1), 2):
+                if spread.dims & set(range(first, last)):
+                    found.add(math.prod(shape[first:last]))
+        return found
+
+    def _literals(self, factor: Any) -> list[int | float]:
+        """The finite numbers, zero apart, that a factor is made of without the batch."""
+        if isinstance(factor, fx.Node):
+            spread = self.spread[factor]
+            if spread.batch or not spread.known:
+                return []
+            if any(self.spread[item].batch for item in factor.all_input_nodes):
+                return [int(value_of(factor).numel())]  # filled in the shape of the batch
+            return [x for item in (*factor.args, *self._held(factor)) for x in self._literals(item)]
+        number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+        return [factor] if number and factor and math.isfinite(factor) else []
+
+    def _held(self, node: fx.Node) -> list[int | float]:
+        """The number that a constant of the program holds."""
+        constant = self.constants.get(node)
+        if constant is None or constant.numel() != 1 or constant.is_complex():
+            return []
+        return [constant.item()]
 
     def _factor(self, argument: Any, user: fx.Node | None = None) -> Any:
         """A factor as it is for the whole batch: counts in it become denominators."""

@@ -40,7 +40,12 @@ def take_apart(
     def suspicious(user: fx.Node, literal: Any) -> str:
         return _suspicious(user, literal, _sizes(spread), reads)
 
-    terms = LossTerms(counts, spread, suspicious)
+    constants = {
+        node: found.constants[item.name]
+        for node, item in placeholders.items()
+        if item.kind == "constant"
+    }
+    terms = LossTerms(counts, spread, suspicious, constants)
     try:
         with graph.inserting_before(next(iter(reversed(graph.nodes)))):
             node = terms.term(loss)
