@@ -1,7 +1,7 @@
 """What lowering hands to the runtime: per stage, graphs that read and write named values.
 
 A rank keeps one table of live values per (stage, microbatch). A segment reads its ``inputs`` from
-the table, writes its ``outputs`` into it and then drops ``release``. Names:
+the table and writes its ``outputs`` into it; a value is dropped after its last use. Names:
 
 =============  ======================================================================
 ``%name``      a node of the captured graph (boundary values, the loss, outputs)
@@ -23,15 +23,11 @@ from mllm_compile.compiler.captured import TensorSpec
 
 @dataclass(frozen=True)
 class Segment:
-    """One graph of a stage: placeholders take ``inputs``, the flat output tuple gives ``outputs``.
-
-    ``release`` are the names that nothing reads after this segment has run.
-    """
+    """One graph of a stage: placeholders take ``inputs``, its flat tuple gives ``outputs``."""
 
     graph: fx.GraphModule
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    release: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

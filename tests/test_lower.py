@@ -12,6 +12,7 @@ from mllm_compile.compiler.plan import Plan
 from mllm_compile.compiler.request import ModuleSpec, Parallel, Request
 from mllm_compile.compiler.stage import Boundary, Stage
 from mllm_compile.passes.lower.lower import lower
+from mllm_compile.runtime.live import uses_of
 
 ALL = ("embed", "a", "norm", "b", "c")
 
@@ -101,29 +102,32 @@ def cut(program, cuts):
     return Plan(request, program, needs_grad=grads, stages=stages, boundaries=boundaries)
 
 
-def call(segment, live):
+def call(segment, live, uses):
+    """Run a segment; what it was the last to use is dropped, as the runtime does."""
     with torch.no_grad():
         results = segment.graph(*[live[name] for name in segment.inputs])
     live.update(zip(segment.outputs, results, strict=True))
-    for name in segment.release:
-        live.pop(name, None)
+    for name in segment.inputs:
+        uses[name] -= 1
+        if name.startswith("s:") and uses[name] == 0:
+            del live[name]
 
 
-def forward(programs, tables):
-    for program, live in zip(programs, tables, strict=True):
-        call(program.forward, live)
+def forward(programs, tables, uses):
+    for program, live, left in zip(programs, tables, uses, strict=True):
+        call(program.forward, live, left)
         for transfer in program.sends_forward:
             for value, spec in zip(transfer.values, transfer.specs, strict=True):
                 dense = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
                 tables[transfer.peer][value] = dense.copy_(live[value])
 
 
-def backward(programs, tables):
+def backward(programs, tables, uses):
     grads = {}
-    for program, live in reversed(list(zip(programs, tables, strict=True))):
+    for program, live, left in reversed(list(zip(programs, tables, uses, strict=True))):
         for segment in (program.input_grad, program.weight_grad):
             if segment is not None:
-                call(segment, live)
+                call(segment, live, left)
         for transfer in program.sends_backward:
             table = tables[transfer.peer]
             for value in transfer.values:
@@ -139,10 +143,11 @@ def run(plan, model, batch):
     inputs = {f"p:{n}": p.detach() for n, p in model.named_parameters()}
     inputs |= {f"x:batch:{k}": v for k, v in batch.items()}
     tables = [dict(inputs) for _ in programs]
-    forward(programs, tables)
+    uses = [uses_of(program) for program in programs]
+    forward(programs, tables, uses)
     kept = [{n for n in t if n.startswith("s:")} for t in tables]
     loss = next(t[p.loss] for p, t in zip(programs, tables, strict=True) if p.loss)
-    grads = backward(programs, tables)
+    grads = backward(programs, tables, uses)
     left = [{n for n in t if n.startswith("s:")} for t in tables]
     return loss, grads, kept, left
 

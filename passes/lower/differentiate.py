@@ -6,7 +6,7 @@ one becomes a live value ``s:name``; views of inputs are made again instead of k
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -32,7 +32,7 @@ def differentiate(stage: StageGraph) -> Segments:
         graph = fx.Graph()
         graph.output(graph.graph_copy(stage.graph.graph, {}))
         tidy(graph)
-        return _with_releases(stage, _segment(graph, stage.inputs, stage.outputs), None, None)
+        return Segments(_segment(graph, stage.inputs, stage.outputs), None, None)
     joint = joint_graph(stage)
     upstream = {f"d{n}": node for n, node in joint.gradients.items() if n.startswith("%")}
     weights = {f"g:{n[2:]}": node for n, node in joint.gradients.items() if n.startswith("p:")}
@@ -43,8 +43,7 @@ def differentiate(stage: StageGraph) -> Segments:
     results = {*upstream.values(), *weights.values()}
     saved = cutter.name_reads(forward, input_grad | weight_grad, results)
     passed = cutter.name_reads(input_grad, weight_grad, set(weights.values()))
-    return _with_releases(
-        stage,
+    return Segments(
         cutter.build(forward, {**joint.outputs, **saved}),
         cutter.build(input_grad, {**upstream, **passed}) if upstream else None,
         cutter.build(weight_grad, weights) if weights else None,
@@ -140,23 +139,3 @@ def _one(graph: fx.Graph, val: torch.Tensor) -> fx.Node:
 def _segment(graph: fx.Graph, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Segment:
     graph.lint()
     return Segment(fx.GraphModule({}, graph), inputs, outputs)
-
-
-def _with_releases(
-    stage: StageGraph, forward: Segment, input_grad: Segment | None, weight_grad: Segment | None
-) -> Segments:
-    """Fill in ``release``: values held for the stage that no later segment reads or rank sends."""
-    segments = [forward, input_grad, weight_grad]
-    made: list[Segment | None] = []
-    alive: set[str] = set()
-    for place, segment in enumerate(segments):
-        if segment is None:
-            made.append(None)
-            continue
-        alive |= {n for n in (*segment.inputs, *segment.outputs) if n.startswith(("%", "s:", "d%"))}
-        later = {name for after in segments[place + 1 :] if after for name in after.inputs}
-        leaving = {name for name in segment.outputs if name in stage.outputs or name[0] == "d"}
-        drop = alive - later - leaving
-        alive -= drop | leaving
-        made.append(replace(segment, release=tuple(sorted(drop))))
-    return Segments(forward=made[0] or forward, input_grad=made[1], weight_grad=made[2])
