@@ -4,17 +4,21 @@ The same class serves threads of one process, subprocesses and torchrun: they di
 transport.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from mllm_compile.agreement import agree
 from mllm_compile.compilation import Compiler, Step
 from mllm_compile.compiler.plan import Plan
+from mllm_compile.runtime.distributed_transport import DistributedTransport
 from mllm_compile.runtime.executor import Executor, StepResult
 from mllm_compile.runtime.migrate import receive_parameter, send_parameter
 from mllm_compile.runtime.optimizer import make_optimizer, update
+from mllm_compile.runtime.rank_main import RankContext
 from mllm_compile.runtime.state import State
 from mllm_compile.runtime.transport import Transport
 
@@ -124,6 +128,22 @@ class Rank:
         if not self._private:
             return parameter
         return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+
+
+@contextmanager
+def joined(
+    context: RankContext, device: torch.device, compiler: Compiler, first: Step
+) -> Iterator[Rank]:
+    """Join the other ranks, which must have compiled the same plans, and leave them at the end.
+
+    After an error the connection is left as it is: the launcher ends all ranks.
+    """
+    transport = DistributedTransport(device, channels_of(first))
+    agree(transport, compiler.plans)
+    rank = Rank(compiler, transport, publish=context.publish)
+    context.label(rank.label)
+    yield rank
+    transport.close()
 
 
 def channels_of(step: Step) -> set[tuple[int, int]]:

@@ -7,17 +7,16 @@ from typing import Any
 
 import torch
 
-from mllm_compile.agreement import agree
 from mllm_compile.compilation import Compiler
 from mllm_compile.compiler.errors import RequestError, explain
 from mllm_compile.compiler.request import Request
 from mllm_compile.model import load_workload, microbatches, ready_model
-from mllm_compile.rank import Rank, channels_of
+from mllm_compile.rank import Rank, joined
 from mllm_compile.runtime.checkpoint import checkpoints, load, save
 from mllm_compile.runtime.device import device_of
-from mllm_compile.runtime.distributed_transport import DistributedTransport
 from mllm_compile.runtime.executor import StepResult
 from mllm_compile.runtime.rank_main import RankContext
+from mllm_compile.runtime.transport import Transport
 
 
 @dataclass(frozen=True)
@@ -52,29 +51,25 @@ def train(context: RankContext, training: Training) -> Iterator[Progress]:
     workload = load_workload(request)
     compiler = Compiler(request, ready_model(request, workload.model))
     compiled = compiler.step(microbatches(request, workload, 0))
-    transport = DistributedTransport(device, channels_of(compiled))
-    agree(transport, compiler.plans)
-    rank = Rank(compiler, transport, publish=context.publish)
-    context.label(rank.label)
-    done = _resume(training, rank)
-    for number in range(done, training.steps):
-        start = time.perf_counter()
-        batches = microbatches(request, workload, number)
-        compiled = compiler.step(batches)
-        result = rank.run(compiled, number + 1)
-        norm = rank.update()
-        yield Progress(
-            step=number + 1,
-            loss=_global_loss(result, transport),
-            grad_norm=float(norm),
-            tokens=sum(map(tokens_of, batches)),
-            seconds=time.perf_counter() - start,
-        )
-        last = number + 1 == training.steps
-        every = training.save_every and (number + 1) % training.save_every == 0
-        if training.checkpoint and (last or every):
-            save(training.checkpoint, number + 1, rank.state, rank.optimizer, rank=rank.rank)
-    transport.close()
+    with joined(context, device, compiler, compiled) as rank:
+        done = _resume(training, rank)
+        for number in range(done, training.steps):
+            start = time.perf_counter()
+            batches = microbatches(request, workload, number)
+            compiled = compiler.step(batches)
+            result = rank.run(compiled, number + 1)
+            norm = rank.update()
+            yield Progress(
+                step=number + 1,
+                loss=_global_loss(result, rank.transport),
+                grad_norm=float(norm),
+                tokens=sum(map(tokens_of, batches)),
+                seconds=time.perf_counter() - start,
+            )
+            last = number + 1 == training.steps
+            every = training.save_every and (number + 1) % training.save_every == 0
+            if training.checkpoint and (last or every):
+                save(training.checkpoint, number + 1, rank.state, rank.optimizer, rank=rank.rank)
 
 
 def tokens_of(batch: Mapping[str, Any]) -> int:
@@ -108,7 +103,7 @@ def _resume(training: Training, rank: Rank) -> int:
     return load(found[-1], rank.state, rank.optimizer, rank=rank.rank).step
 
 
-def _global_loss(result: StepResult, transport: DistributedTransport) -> float:
+def _global_loss(result: StepResult, transport: Transport) -> float:
     """The sum of all microbatches' losses, wherever they were computed."""
     mine = torch.zeros((), dtype=torch.float64, device=transport.device)
     for loss in result.losses.values():

@@ -13,15 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from mllm_compile.agreement import agree
 from mllm_compile.compilation import Compiler, Step
 from mllm_compile.compiler.errors import RequestError, explain
 from mllm_compile.compiler.request import Request
 from mllm_compile.model import load_workload, microbatches, ready_model
 from mllm_compile.plain import reference
-from mllm_compile.rank import Rank, channels_of
+from mllm_compile.rank import Rank, joined
 from mllm_compile.runtime.device import device_of
-from mllm_compile.runtime.distributed_transport import DistributedTransport
 from mllm_compile.runtime.launch import launch, under_torchrun
 from mllm_compile.runtime.local_transport import run_threads
 from mllm_compile.runtime.measures import Measures
@@ -170,13 +168,8 @@ def rank_main(context: RankContext, request: Request) -> RankResult:
     device = device_of(context.local_rank)
     workload = load_workload(request)
     compiler, step = _compiled(request, ready_model(request, workload.model), workload)
-    transport = DistributedTransport(device, channels_of(step))
-    agree(transport, compiler.plans)
-    rank = Rank(compiler, transport, publish=context.publish)
-    context.label(rank.label)
-    result = _rank_result(rank, step)
-    transport.close()
-    return result
+    with joined(context, device, compiler, step) as rank:
+        return _rank_result(rank, step)
 
 
 def _in_threads(request: Request, model: nn.Module, workload: Workload) -> Sequence[RankResult]:
