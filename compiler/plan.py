@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from mllm_compile.compiler.action import Schedule
 from mllm_compile.compiler.captured import Captured
 from mllm_compile.compiler.request import Request
+from mllm_compile.compiler.sharding import Sharding
 from mllm_compile.compiler.stage import Boundary, Stage
 
 
@@ -42,7 +43,8 @@ class Plan:
     every non-replicated node to the request module that runs it. ``placement`` maps every site at
     which a parameter is read to its stage: other programs of the same model (other image counts,
     no images) are cut by it, so that a parameter never moves. ``home`` maps every parameter of the
-    model, used or not, to the one stage that accounts for it.
+    model, used or not, to the one stage that accounts for it. ``shardings`` has one entry for every
+    module of the request.
     """
 
     request: Request
@@ -55,4 +57,5 @@ class Plan:
     boundaries: tuple[Boundary, ...] = ()
     placement: Mapping[Site, int] = field(default_factory=dict)
     home: Mapping[str, int] = field(default_factory=dict)
+    shardings: tuple[Sharding, ...] = ()
     schedule: Schedule | None = None

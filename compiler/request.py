@@ -15,6 +15,7 @@ from mllm_compile.compiler.overrides import override
 
 T = TypeVar("T")
 DTYPES = ("float64", "float32", "bfloat16")
+SPLITS = ("contiguous", "zigzag")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +46,17 @@ class Parallel:
 class ModuleSpec:
     """One module of the request: path prefixes of the model, the ranks they run on, their sizes.
 
-    ``paths`` are dotted module paths; the empty path names the whole model. ``trainable`` set to
-    True or False overrides ``requires_grad`` of every parameter under the paths; None leaves it.
+    ``paths`` are dotted module paths; the empty path names the whole model. ``ranks`` stand in the
+    order pipeline, data, expert, context, tensor, the last one fastest. ``trainable`` set to True
+    or False overrides ``requires_grad`` of every parameter under the paths; None leaves it.
+    ``context_split`` says which tokens of a sequence each context rank holds.
     """
 
     paths: tuple[str, ...]
     ranks: tuple[int, ...]
     parallel: Parallel = field(default_factory=Parallel)
     trainable: bool | None = None
+    context_split: str = "contiguous"
 
     def __post_init__(self) -> None:
         if not self.paths:
@@ -65,6 +69,14 @@ class ModuleSpec:
             raise RequestError(
                 explain(
                     f"{self.name}: trainable", expected="true or false", got=repr(self.trainable)
+                )
+            )
+        if self.context_split not in SPLITS:
+            raise RequestError(
+                explain(
+                    f"{self.name}: context_split",
+                    expected=f"one of {SPLITS}",
+                    got=repr(self.context_split),
                 )
             )
         if len(self.ranks) != self.parallel.size:
