@@ -8,12 +8,12 @@ their receive is posted: a schedule that ends so ends with any amount of bufferi
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mllm_compile.compiler.action import Action, Schedule
 from mllm_compile.compiler.errors import PlanError
 from mllm_compile.compiler.precedence import Event, needs, replay, waits
-from mllm_compile.compiler.stage import Stage
+from mllm_compile.compiler.stage import Stage, representatives
 from mllm_compile.compiler.variant import Variant
 
 COLUMNS = 4
@@ -168,6 +168,9 @@ def ends(
     schedule: Schedule, stages: Sequence[Stage], variants: Sequence[Variant]
 ) -> Iterator[Fault]:
     """All ranks reach the end of their lists, even if every send blocks until it is received."""
+    stages = representatives(stages)
+    kept = {rank for stage in stages for rank in stage.ranks}
+    schedule = replace(schedule, actions={rank: schedule.actions[rank] for rank in sorted(kept)})
     awaited = waits(schedule, stages, variants, buffered=False)
     _, stuck = replay(schedule, awaited)
     if not stuck:

@@ -116,7 +116,11 @@ class Optimizer:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The whole request. Modules stand in dataflow order."""
+    """The whole request. Modules stand in dataflow order.
+
+    A step is ``microbatches`` of ``microbatch_size`` samples; a module of ``data`` lanes divides
+    the samples of every microbatch among them. Modules may share ranks.
+    """
 
     modules: tuple[ModuleSpec, ...]
     workload: str = ""
@@ -152,40 +156,31 @@ class Request:
             )
 
     def _check_ranks(self) -> None:
-        owner: dict[int, str] = {}
-        for module in self.modules:
-            for rank in module.ranks:
-                if rank in owner:
-                    raise RequestError(
-                        explain(
-                            f"rank {rank}",
-                            expected="one module",
-                            got=f"{owner[rank]} and {module.name}",
-                            remedy="give every module ranks of its own",
-                        )
-                    )
-                owner[rank] = module.name
-            for axis in ("tensor", "context", "data", "expert"):
-                if getattr(module.parallel, axis) != 1:
-                    raise RequestError(
-                        explain(
-                            f"{module.name}: {axis}",
-                            expected="1",
-                            got=str(getattr(module.parallel, axis)),
-                            remedy="only pipeline may exceed 1 for now",
-                        )
-                    )
-        if sorted(owner) != list(range(len(owner))):
+        used = sorted({rank for module in self.modules for rank in module.ranks})
+        if used != list(range(len(used))):
             raise RequestError(
-                explain(
-                    "ranks", expected=f"0 to {len(owner) - 1} without a gap", got=str(sorted(owner))
-                )
+                explain("ranks", expected=f"0 to {len(used) - 1} without a gap", got=str(used))
             )
+        for module in self.modules:
+            if module.parallel.data > self.microbatch_size:
+                raise RequestError(
+                    explain(
+                        f"{module.name}: data",
+                        expected=f"at most {self.microbatch_size}, the samples of a microbatch",
+                        got=str(module.parallel.data),
+                        remedy="raise microbatch_size: data lanes divide a microbatch's samples",
+                    )
+                )
 
     @property
     def num_ranks(self) -> int:
-        """Number of processes that the request needs."""
-        return sum(len(module.ranks) for module in self.modules)
+        """Number of processes that the request needs; modules may share ranks."""
+        return len({rank for module in self.modules for rank in module.ranks})
+
+    @property
+    def lane_counts(self) -> tuple[int, ...]:
+        """The different data sizes of the modules, ascending."""
+        return tuple(sorted({module.parallel.data for module in self.modules}))
 
     @staticmethod
     def load(path: str | Path, overrides: Sequence[str] = ()) -> "Request":

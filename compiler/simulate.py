@@ -14,7 +14,7 @@ from math import inf
 
 from mllm_compile.compiler.action import COMPUTE, Action, Schedule
 from mllm_compile.compiler.precedence import replay, waits
-from mllm_compile.compiler.stage import Stage
+from mllm_compile.compiler.stage import Stage, representatives
 from mllm_compile.compiler.variant import Variant
 
 Channel = tuple[int, int | None, str]
@@ -93,29 +93,27 @@ def simulate(
 ) -> Simulation:
     """Play one step of a schedule that passes the dry run.
 
-    ``variants`` and ``costs`` hold one entry per microbatch. The ranks of a stage are alike, so
-    that its first rank stands for all of them.
+    ``variants`` and ``costs`` hold one entry per microbatch. Of ranks with the same stages the
+    first stands for all.
     """
-    stages = [replace(stage, ranks=stage.ranks[:1]) for stage in stages]
-    rank_of = {stage.index: stage.ranks[0] for stage in stages}
-    played = replace(
-        schedule, actions={rank: schedule.actions[rank] for rank in sorted({*rank_of.values()})}
-    )
+    stages = representatives(stages)
+    ranks = {stage.index: stage.ranks for stage in stages}
+    kept = sorted({rank for held in ranks.values() for rank in held})
+    played = replace(schedule, actions={rank: schedule.actions[rank] for rank in kept})
     awaited = waits(played, stages, variants)
     order, stuck = replay(played, awaited)
     assert not stuck, "only a schedule that passes the dry run can be simulated"
-    clock = _Clock(costs, link or Link())
+    clock = _Clock(costs, link or Link(), ranks)
     for rank, position in order:
-        others = [played.actions[peer][at] for peer, at in awaited.get((rank, position), ())]
+        others = [
+            (peer, played.actions[peer][at]) for peer, at in awaited.get((rank, position), ())
+        ]
         clock.advance(rank, played.actions[rank][position], others)
-    spans = clock.spans
-    busy = dict.fromkeys(played.actions, 0.0)
-    for span in spans.values():
-        busy[rank_of[span.action.stage]] += (span.end - span.start) * (span.action.kind in COMPUTE)
-    lives = {stage: _lives(stage, variants, spans) for stage in rank_of}
+    spans = clock.spans()
+    lives = {stage: _lives(stage, variants, spans) for stage in ranks}
     return Simulation(
         step_time=max((span.end for span in spans.values()), default=0.0),
-        busy=busy,
+        busy=clock.busy,
         peak_microbatches={s: _peak((a, b, 1) for a, b, _ in live) for s, live in lives.items()},
         peak_bytes={
             s: _peak((a, b, costs[k].stages[s].saved_bytes) for a, b, k in live)
@@ -128,35 +126,54 @@ def simulate(
 class _Clock:
     """Times of the events so far; they must come in an order in which they can happen."""
 
-    def __init__(self, costs: Sequence[Cost], link: Link) -> None:
-        self.costs = costs
-        self.link = link
-        self.spans: dict[Action, Span] = {}
-        self._now: dict[int, float] = {}
-        self._posted: dict[Action, float] = {}
-        self._channels: dict[Channel, float] = {}
+    def __init__(
+        self, costs: Sequence[Cost], link: Link, ranks: Mapping[int, tuple[int, ...]]
+    ) -> None:
+        self.costs, self.link, self.ranks = costs, link, ranks
+        self.busy = {rank: 0.0 for held in ranks.values() for rank in held}
+        self._now = dict.fromkeys(self.busy, 0.0)
+        self._posted: dict[tuple[int, Action], float] = {}
+        self._spans: dict[tuple[int, Action], Span] = {}
+        self._channels: dict[tuple[int, Channel], float] = {}
 
-    def advance(self, rank: int, action: Action, awaited: Iterable[Action]) -> None:
-        """Let the rank do its next action; ``awaited`` are halves of transfers it waits for."""
-        now = self._now.get(rank, 0.0)
+    def advance(self, rank: int, action: Action, awaited: Iterable[tuple[int, Action]]) -> None:
+        """Let the rank do its next action; ``awaited`` are the halves of transfers, by rank."""
+        now = self._now[rank]
         if action.kind not in COMPUTE:
-            self._posted[action] = now
-            if action.match in self._posted:
-                self._transfer(_send(action))
+            self._posted[rank, action] = now
             return
-        start = max([now, *(self.spans[_send(other)].end for other in awaited)])
-        end = start + self.costs[action.microbatch].seconds(action)
-        self.spans[action] = Span(action, start, end)
+        for peer, other in awaited:
+            target = rank if other.kind.startswith("SEND") else peer
+            now = max(now, self._arrival(_send(other), target))
+        end = now + self.costs[action.microbatch].seconds(action)
+        self._spans[rank, action] = Span(action, now, end)
+        self.busy[rank] += end - now
         self._now[rank] = end
 
-    def _transfer(self, send: Action) -> None:
-        channel = (send.stage, send.peer, send.kind)
-        posted = self._posted[send], self._posted[send.match]
-        start = max(*posted, self._channels.get(channel, 0.0))
-        size = self.costs[send.microbatch].size_bytes(send)
-        end = start + self.link.latency + size / self.link.bandwidth
-        self.spans[send] = Span(send, start, end)
-        self._channels[channel] = end
+    def spans(self) -> dict[Action, Span]:
+        """Every compute action and transfer, from its first rank's start to its last one's end."""
+        for target, action in list(self._posted):
+            if action.kind.startswith("RECV"):
+                self._arrival(action.match, target)
+        found: dict[Action, Span] = {}
+        for span in self._spans.values():
+            known = found.get(span.action, span)
+            start, end = min(known.start, span.start), max(known.end, span.end)
+            found[span.action] = Span(span.action, start, end)
+        return found
+
+    def _arrival(self, send: Action, target: int) -> float:
+        """When what ``send`` sends is on rank ``target``; decided once."""
+        if (target, send) not in self._spans:
+            channel = target, (send.stage, send.peer, send.kind)
+            posted = [self._posted.get((rank, send), 0.0) for rank in self.ranks[send.stage]]
+            received = self._posted[target, send.match]
+            start = max(*posted, received, self._channels.get(channel, 0.0))
+            size = self.costs[send.microbatch].size_bytes(send)
+            end = start + self.link.latency + size / self.link.bandwidth
+            self._spans[target, send] = Span(send, start, end)
+            self._channels[channel] = end
+        return self._spans[target, send].end
 
 
 def _send(action: Action) -> Action:

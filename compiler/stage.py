@@ -1,6 +1,7 @@
 """Pipeline stages and the boundaries between them. Together they are a DAG."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from mllm_compile.compiler.errors import PlanError, explain
 
@@ -29,6 +30,21 @@ class Stage:
             raise PlanError(
                 explain(f"stage {self.index}", expected="each node once", got=str(both))
             )
+
+
+def representatives(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """The same stages on fewer ranks: of ranks that hold the same stages, the first one alone.
+
+    They have equal lists of actions, so that one of them stands for all.
+    """
+    first: dict[tuple[int, ...], int] = {}
+    for rank in sorted({rank for stage in stages for rank in stage.ranks}):
+        first.setdefault(tuple(s.index for s in stages if rank in s.ranks), rank)
+    kept = frozenset(first.values())
+    return tuple(
+        replace(stage, ranks=tuple(rank for rank in stage.ranks if rank in kept))
+        for stage in stages
+    )
 
 
 @dataclass(frozen=True, slots=True)

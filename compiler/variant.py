@@ -64,6 +64,26 @@ class Variant:
         ]
 
 
+def union(variants: Iterable[Variant]) -> Variant:
+    """What several lanes of one microbatch ask for together; a lane skips what it does not need."""
+    each = tuple(dict.fromkeys(variants))
+    if len(each) == 1:
+        return each[0]
+    crossing: dict[tuple[int, int], dict[str, bool]] = {}
+    for boundary in (boundary for variant in each for boundary in variant.boundaries):
+        values = crossing.setdefault((boundary.source, boundary.target), {})
+        for value in boundary.values:
+            values[value] = values.get(value, False) or value in boundary.gradients
+    return Variant(
+        frozenset().union(*(variant.computes for variant in each)),
+        frozenset().union(*(variant.trains for variant in each)),
+        tuple(
+            Boundary(source, target, tuple(values), tuple(v for v in values if values[v]))
+            for (source, target), values in sorted(crossing.items())
+        ),
+    )
+
+
 def depths(stages: Iterable[int], variants: Iterable[Variant]) -> dict[int, int]:
     """Length of the longest path from each stage to a sink, in stages: a sink has depth 1."""
     targets: dict[int, set[int]] = {stage: set() for stage in stages}

@@ -49,6 +49,7 @@ class Compiler:
     """
 
     def __init__(self, request: Request, model: nn.Module) -> None:
+        _check_runs(request)
         self.request = request
         self.model = model
         lift = torch.float64 if request.dtype == "float64" else None
@@ -120,6 +121,23 @@ def richest(programs: Iterable[Captured]) -> Captured:
 def _size(program: Captured) -> tuple[int, int]:
     graph = Graph(program)
     return len(graph.sites), len(graph.nodes)
+
+
+def _check_runs(request: Request) -> None:
+    """Layouts and shared ranks are planned, not yet run."""
+    if sum(len(module.ranks) for module in request.modules) != request.num_ranks:
+        raise RequestError(
+            explain("ranks", expected="each in one module", remedy="give every module its own")
+        )
+    for module in request.modules:
+        if module.parallel.size != module.parallel.pipeline:
+            raise RequestError(
+                explain(
+                    f"{module.name}: tensor, context, data, expert",
+                    expected="1",
+                    remedy="only pipeline may exceed 1 for now",
+                )
+            )
 
 
 def _check_splittable(program: Captured) -> None:

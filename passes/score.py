@@ -47,17 +47,21 @@ def cost_of(plan: Plan) -> Cost:
 
 
 def stage_cost(plan: Plan, stage: Stage) -> StageCost:
-    """Nominal seconds of a stage's F, I and W; a stage that sends no gradient does all in W."""
+    """Nominal seconds of a stage's F, I and W; a stage that sends no gradient does all in W.
+
+    The ranks of a stage are taken to share its work, saved values included.
+    """
     costs = [plan.costs[name] for name in (*stage.nodes, *stage.replicated)]
+    rate = FLOPS_PER_SECOND * len(stage.ranks)
     inputs = sum(cost.input_grad for cost in costs)
     weights = sum(cost.weight_grad for cost in costs)
     if not any(b.target == stage.index and b.gradients for b in plan.boundaries):
         inputs, weights = 0, inputs + weights
     return StageCost(
-        forward=sum(cost.forward for cost in costs) / FLOPS_PER_SECOND,
-        input_grad=inputs / FLOPS_PER_SECOND,
-        weight_grad=weights / FLOPS_PER_SECOND,
-        saved_bytes=sum(cost.saved_bytes for cost in costs),
+        forward=sum(cost.forward for cost in costs) / rate,
+        input_grad=inputs / rate,
+        weight_grad=weights / rate,
+        saved_bytes=sum(cost.saved_bytes for cost in costs) // len(stage.ranks),
     )
 
 

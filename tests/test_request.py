@@ -4,7 +4,7 @@ import pytest
 
 from mllm_compile.compiler.errors import RequestError
 from mllm_compile.compiler.overrides import override
-from mllm_compile.compiler.request import Request
+from mllm_compile.compiler.request import ModuleSpec, Parallel, Request
 
 GOOD = """
 workload = "somewhere:workload"
@@ -72,7 +72,7 @@ def test_an_override_leaves_the_table_alone() -> None:
         ("module.0.ranks=1.5", "like '0-1,4'"),
         ("module.0.ranks=zero", "like '0-1,4'"),
         ("module.0.trainable=no", "true or false"),
-        ("module.0.ranks=1", "one module"),
+        ("module.0.ranks=1", "without a gap"),
         ("module.0.ranks='0,5'", "the product of its sizes"),
         ("module.0.tensors=2", "key 'tensors'"),
     ],
@@ -95,3 +95,20 @@ def test_missing_and_binary_files_name_themselves(tmp_path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(RequestError, match="binary"):
         Request.load(path)
+
+
+def test_modules_may_share_ranks() -> None:
+    request = Request(
+        (
+            ModuleSpec(("encoder",), (0, 1), Parallel(data=2)),
+            ModuleSpec(("llm",), (0, 1), Parallel(tensor=2)),
+        ),
+        microbatch_size=2,
+    )
+    assert request.num_ranks == 2
+    assert request.lane_counts == (1, 2)
+
+
+def test_more_lanes_than_samples_are_refused() -> None:
+    with pytest.raises(RequestError, match="data: expected at most 1, the samples"):
+        Request((ModuleSpec(("m",), (0, 1), Parallel(data=2)),), microbatch_size=1)
