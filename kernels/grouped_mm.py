@@ -1,10 +1,12 @@
 """Grouped matrix products: each run of rows with its own matrix, as experts of a mixture need.
 
-``offsets`` [E] holds where each run ends; rows behind the last run give zeros. Torch's own operator
-has a fake kernel for bfloat16 alone and no float64; these have both, and a backward.
+``offsets`` [E] holds where each run ends and ``start`` [1] where the first begins (0 unless given);
+rows outside all runs give zeros. Torch's own operator has a fake kernel for bfloat16 alone and no
+float64; these have both, and a backward.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,79 +15,87 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import register_flop_formula
 
 
-def _runs(offsets: Tensor) -> list[slice]:
+def _bounds(offsets: Tensor, start: Tensor | None) -> Tensor:
+    """[E + 1]: where each run begins, then where the last ends."""
+    return torch.cat([offsets.new_zeros(1) if start is None else start, offsets])
+
+
+def _runs(offsets: Tensor, start: Tensor | None) -> list[slice]:
     """Row slices of the runs. Reads the offsets: for host tensors only."""
-    ends = offsets.tolist()
-    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    bounds = _bounds(offsets, start).tolist()
+    return [slice(first, end) for first, end in pairwise(bounds)]
 
 
-def _members(offsets: Tensor, rows: int) -> Iterator[Tensor]:
+def _members(offsets: Tensor, start: Tensor | None, rows: int) -> Iterator[Tensor]:
     """For each run, boolean [rows, 1]: which rows are its own. Nothing is read by the host."""
     positions = torch.arange(rows, device=offsets.device, dtype=offsets.dtype)
-    run = torch.searchsorted(offsets.contiguous(), positions, right=True).unsqueeze(1)
+    found = torch.searchsorted(_bounds(offsets, start), positions, right=True)
+    run = found.unsqueeze(1) - 1
     for index in range(offsets.shape[0]):
         yield run == index
 
 
-def multiply_masked(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+def multiply_masked(
+    x: Tensor, weights: Tensor, offsets: Tensor, start: Tensor | None = None
+) -> Tensor:
     """``grouped_mm`` for devices: every matrix meets every row, and the run's own row is kept."""
     out = x.new_zeros(x.shape[0], weights.shape[2])
-    for own, weight in zip(_members(offsets, x.shape[0]), weights, strict=True):
+    for own, weight in zip(_members(offsets, start, x.shape[0]), weights, strict=True):
         out = torch.where(own, x @ weight, out)
     return out
 
 
-def outer_masked(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+def outer_masked(x: Tensor, y: Tensor, offsets: Tensor, start: Tensor | None = None) -> Tensor:
     """``grouped_outer`` for devices: rows of other runs are zeroed."""
     zero = x.new_zeros(())
-    runs = [torch.where(own, x, zero).T @ y for own in _members(offsets, x.shape[0])]
+    runs = [torch.where(own, x, zero).T @ y for own in _members(offsets, start, x.shape[0])]
     return torch.stack(runs)
 
 
 @torch.library.custom_op("mllm::grouped_mm", mutates_args=())
-def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor, start: Tensor | None = None) -> Tensor:
     """[T, I] rows times [E, I, O] matrices -> [T, O]; offsets [E] integers, ascending."""
     if x.device.type != "cpu":
-        return multiply_masked(x, weights, offsets)
+        return multiply_masked(x, weights, offsets, start)
     out = x.new_zeros(x.shape[0], weights.shape[2])
-    for run, weight in zip(_runs(offsets), weights, strict=True):
+    for run, weight in zip(_runs(offsets, start), weights, strict=True):
         out[run] = x[run] @ weight
     return out
 
 
 @grouped_mm.register_fake
-def _(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+def _(x: Tensor, weights: Tensor, offsets: Tensor, start: Tensor | None = None) -> Tensor:
     return x.new_empty(x.shape[0], weights.shape[2])
 
 
 @torch.library.custom_op("mllm::grouped_outer", mutates_args=())
-def grouped_outer(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+def grouped_outer(x: Tensor, y: Tensor, offsets: Tensor, start: Tensor | None = None) -> Tensor:
     """[T, I] and [T, O] rows -> [E, I, O]: xᵀ·y of each run; a run without rows gives zeros."""
     if x.device.type != "cpu":
-        return outer_masked(x, y, offsets)
+        return outer_masked(x, y, offsets, start)
     out = x.new_zeros(offsets.shape[0], x.shape[1], y.shape[1])
-    for index, run in enumerate(_runs(offsets)):
+    for index, run in enumerate(_runs(offsets, start)):
         out[index] = x[run].T @ y[run]
     return out
 
 
 @grouped_outer.register_fake
-def _(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+def _(x: Tensor, y: Tensor, offsets: Tensor, start: Tensor | None = None) -> Tensor:
     return x.new_empty(offsets.shape[0], x.shape[1], y.shape[1])
 
 
-def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    x, weights, offsets = ctx.saved_tensors
+    x, weights, *runs = ctx.saved_tensors
     grad_x = grad_weights = None
     if ctx.needs_input_grad[0]:
-        grad_x = grouped_mm(grad, weights.transpose(1, 2), offsets)
+        grad_x = grouped_mm(grad, weights.transpose(1, 2), *runs)
     if ctx.needs_input_grad[1]:
-        grad_weights = grouped_outer(x, grad, offsets)
-    return grad_x, grad_weights, None
+        grad_weights = grouped_outer(x, grad, *runs)
+    return grad_x, grad_weights, None, None
 
 
 grouped_mm.register_autograd(_gradient, setup_context=_setup_context)

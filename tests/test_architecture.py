@@ -18,7 +18,7 @@ MAX_FUNCTION_LINES = 40  # without the docstring
 # Who may import which room, and which distributions beside the standard library.
 MAY_IMPORT = {
     "compiler": ({"compiler"}, {"torch", "sympy", "networkx"}),
-    "kernels": ({"kernels"}, {"torch", "triton", "sympy"}),
+    "kernels": ({"kernels", "compiler"}, {"torch", "triton", "sympy"}),
     "passes": (
         {"passes", "compiler", "kernels"},
         {"torch", "sympy", "networkx", "numpy", "transformers"},

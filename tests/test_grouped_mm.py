@@ -88,6 +88,24 @@ def test_opcheck(dtype):
     torch.library.opcheck(grouped.grouped_outer, (x.detach(), x.detach(), offsets))
 
 
+@pytest.mark.parametrize("start", [0, 2, 3])
+def test_rows_before_the_start_give_zeros(start):
+    """Both paths, forward and in every gradient: as if those rows were zero."""
+    x, w, offsets = operands([3, 7, 10])
+    first = torch.tensor([start], dtype=offsets.dtype)
+    kept = x * (torch.arange(12) >= start).unsqueeze(1)
+    want = definition(kept, w, offsets)
+    wanted = torch.autograd.grad(want.square().sum(), (x, w))
+    got = grouped.grouped_mm(x, w, offsets, first)
+    grads = torch.autograd.grad(got.square().sum(), (x, w))
+    for a, b in zip([got, *grads], [want, *wanted], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    masked = grouped.multiply_masked(x, w, offsets, first)
+    torch.testing.assert_close(masked, want, rtol=1e-12, atol=1e-12)
+    outer = grouped.outer_masked(x, 2 * want, offsets, first)
+    torch.testing.assert_close(outer, wanted[1], rtol=1e-12, atol=1e-12)
+
+
 def test_flops_are_those_of_one_matrix_per_row():
     x, w, offsets = operands([3, 7, 12])
     with FlopCounterMode(display=False) as counter:
