@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from mllm_compile.compiler.action import Schedule
 from mllm_compile.compiler.captured import Captured
 from mllm_compile.compiler.request import Request
-from mllm_compile.compiler.sharding import Sharding
+from mllm_compile.compiler.sharding import Layouts, Sharding
 from mllm_compile.compiler.stage import Boundary, Stage
 
 
@@ -34,6 +34,10 @@ Site = tuple[str, str, int]
 """Where a parameter is read: (owner path of the reading node, parameter FQN, occurrence)."""
 
 
+Held = tuple[int, str]
+"""A parameter as one module holds it: (index of the module, parameter FQN)."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """The decisions, keyed by node name of ``captured.main``.
@@ -44,7 +48,8 @@ class Plan:
     which a parameter is read to its stage: other programs of the same model (other image counts,
     no images) are cut by it, so that a parameter never moves. ``home`` maps every parameter of the
     model, used or not, to the one stage that accounts for it. ``shardings`` has one entry for every
-    module of the request.
+    module of the request; ``given_layouts`` are those that other programs' plans have decided for
+    parameters, which keep them.
     """
 
     request: Request
@@ -57,5 +62,25 @@ class Plan:
     boundaries: tuple[Boundary, ...] = ()
     placement: Mapping[Site, int] = field(default_factory=dict)
     home: Mapping[str, int] = field(default_factory=dict)
+    given_layouts: Mapping[Held, Layouts] = field(default_factory=dict)
     shardings: tuple[Sharding, ...] = ()
     schedule: Schedule | None = None
+
+    @property
+    def parameter_layouts(self) -> dict[Held, Layouts]:
+        """How every module that this program shards holds the parameters that it reads."""
+        names = {
+            node.name: item.name
+            for node, item in zip(
+                self.captured.main.graph.find_nodes(op="placeholder"),
+                self.captured.inputs,
+                strict=True,
+            )
+            if item.kind == "parameter"
+        }
+        return {
+            (module, names[name]): layouts
+            for module, sharding in enumerate(self.shardings)
+            for name, layouts in sharding.layouts.items()
+            if name in names
+        }

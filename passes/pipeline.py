@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 
 from mllm_compile.compiler.captured import Captured
 from mllm_compile.compiler.pass_runner import Observer, Pass, run_passes
-from mllm_compile.compiler.plan import Plan, Site
+from mllm_compile.compiler.plan import Held, Plan, Site
 from mllm_compile.compiler.request import Request
+from mllm_compile.compiler.sharding import Layouts
 from mllm_compile.passes import invariants
 from mllm_compile.passes.annotate import annotate
 from mllm_compile.passes.partition import partition
@@ -22,13 +23,16 @@ def make_plan(
     request: Request,
     captured: Captured,
     placement: Mapping[Site, int] | None = None,
+    layouts: Mapping[Held, Layouts] | None = None,
     stop_after: str | None = None,
     observers: Sequence[Observer] = (),
 ) -> Plan:
     """All decisions about one captured program.
 
-    ``placement`` is that of another program's plan for the same model and request: the sites it
-    names stay in their stages. Raises RequestError where the request cannot be honoured.
+    ``placement`` and ``layouts`` are those of other programs' plans for the same model and request:
+    the sites that they name stay in their stages, the parameters as they are divided. Raises RequestError where the request cannot be honoured.
     """
-    plan = Plan(request, captured, placement=dict(placement or {}))
+    plan = Plan(
+        request, captured, placement=dict(placement or {}), given_layouts=dict(layouts or {})
+    )
     return run_passes(PASSES, plan, stop_after=stop_after, observers=observers)
