@@ -30,7 +30,10 @@ def make_plan(
     """All decisions about one captured program.
 
     ``placement`` and ``layouts`` are those of other programs' plans for the same model and request:
-    the sites that they name stay in their stages, the parameters as they are divided. Raises RequestError where the request cannot be honoured.
+    the sites that they name stay in their stages, the parameters as they are divided.
+
+    Raises:
+        RequestError: the request cannot be honoured.
     """
     plan = Plan(
         request, captured, placement=dict(placement or {}), given_layouts=dict(layouts or {})
