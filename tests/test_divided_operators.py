@@ -5,7 +5,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mllm_compile.kernels.collective.divided  # noqa: F401
-from mllm_compile.compiler.layout import P, R, S, V
+from mllm_compile.compiler.layout import P, S, V
 from mllm_compile.compiler.split import Split
 from mllm_compile.kernels.collective.members import Member, members
 from mllm_compile.kernels.grouped_mm import grouped_mm
@@ -133,7 +133,7 @@ def test_nll_loss(ranks, reduction, ignored):
         lambda x, t: ours.divided_nll_loss(x, t, None, reduction, ignored, "tensor"),
         (normal(6, 12), target),
         (even(1, ranks), None),
-        (Form(P), Form(R)),
+        (Form(P), Form(P)),
         ranks,
     )
 
@@ -144,7 +144,7 @@ def test_nll_loss_of_one_row():
         lambda x, t: ours.divided_nll_loss(x, t, None, 2, -100, "tensor"),
         (normal(12), torch.tensor(9)),
         (even(0, 3), None),
-        (Form(P), Form(R)),
+        (Form(P), Form(P)),
         3,
     )
 

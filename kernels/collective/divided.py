@@ -9,7 +9,7 @@ operator            divided arguments                                 result
 divided_embedding   weight by rows                                    P
 divided_softmax,    input along ``dim``                               S, as the input
 …_log_softmax
-divided_nll_loss    input along classes                               P; total weight: R
+divided_nll_loss    input along classes                               P, and so the total weight
 divided_grouped_mm  weights by experts (x varies: V)                  P
 ==================  ================================================  =========================
 
@@ -91,8 +91,10 @@ def divided_nll_loss(
     losses = -picked.masked_fill(~(own & valid), 0)
     if reduction == 0:
         return losses, input.new_zeros(())
-    total = valid.sum().to(input.dtype)
-    return (losses.sum() / total if reduction == 1 else losses.sum()), total
+    total = losses.sum()
+    if reduction == 1:
+        total = total / valid.sum()
+    return total, (own & valid).sum().to(input.dtype)
 
 
 @_composite("divided_grouped_mm(Tensor x, Tensor weights, Tensor offsets, str axis) -> Tensor")
