@@ -15,7 +15,7 @@ Metadata of every ``call_function`` node of the main graph:
 ========== =====================================================================================
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -67,16 +67,18 @@ class TensorSpec:
         return TensorSpec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
     @staticmethod
-    def dense(tensor: torch.Tensor) -> "TensorSpec":
-        """The spec of a dense copy in the same order of dims: what its receiver holds."""
-        strides = list(tensor.stride())
-        outer_first = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
+    def dense(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> "TensorSpec":
+        """The spec of a dense copy in the same order of dims: what its receiver holds.
+
+        ``shape`` is that of the copy where it holds a part of the tensor.
+        """
+        shape = tuple(tensor.shape if shape is None else shape)
         stride = [1] * tensor.ndim
         size = 1
-        for dim in reversed(outer_first):
+        for dim in sorted(reversed(range(tensor.ndim)), key=tensor.stride().__getitem__):
             stride[dim] = size
-            size *= max(tensor.shape[dim], 1)
-        return TensorSpec(tuple(tensor.shape), tuple(stride), tensor.dtype)
+            size *= max(shape[dim], 1)
+        return TensorSpec(shape, tuple(stride), tensor.dtype)
 
 
 @dataclass(frozen=True, slots=True)

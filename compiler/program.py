@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from mllm_compile.compiler.captured import TensorSpec
+from mllm_compile.compiler.regions import Region
 
 
 @dataclass(frozen=True)
@@ -30,21 +31,34 @@ class Segment:
     outputs: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A region of the local tensor of ``value`` that goes to, or comes from, rank ``rank``."""
+
+    rank: int
+    value: str
+    region: Region
+
+
 @dataclass(frozen=True)
 class Transfer:
     """The values (in order) that cross one boundary of this stage in one direction.
 
-    ``values`` are names as in the segments: ``%name`` forward, ``d%name`` backward.
+    ``peer`` is the stage at the other end. ``values`` are names as in the segments: ``%name``
+    forward, ``d%name`` backward; ``specs`` are those of this rank's local tensors. ``pieces`` say
+    what goes to, or comes from, each rank of the peer, this rank itself where it runs both stages.
+    The pieces between two ranks stand in the same order at both ends.
     """
 
     peer: int
     values: tuple[str, ...]
     specs: tuple[TensorSpec, ...]
+    pieces: tuple[Piece, ...] = ()
 
 
 @dataclass(frozen=True)
 class StageProgram:
-    """One stage of one captured program, lowered.
+    """One stage of one captured program, lowered for one rank.
 
     ``input_grad`` is None where no gradient leaves the stage, ``weight_grad`` where it trains
     nothing. A gradient that several consumers send is summed in the order of ``receives_backward``.
@@ -54,9 +68,9 @@ class StageProgram:
     forward: Segment
     input_grad: Segment | None
     weight_grad: Segment | None
-    sends_forward: tuple[Transfer, ...]
-    receives_forward: tuple[Transfer, ...]
-    sends_backward: tuple[Transfer, ...]
-    receives_backward: tuple[Transfer, ...]
+    sends_forward: tuple[Transfer, ...] = ()
+    receives_forward: tuple[Transfer, ...] = ()
+    sends_backward: tuple[Transfer, ...] = ()
+    receives_backward: tuple[Transfer, ...] = ()
     loss: str | None = None
     updates: Mapping[str, str] | None = None

@@ -22,6 +22,7 @@ from mllm_compile.compiler.request import Request
 from mllm_compile.denominators import with_global_denominators
 from mllm_compile.passes.capture.programs import Programs
 from mllm_compile.passes.lower.lower import lower
+from mllm_compile.passes.lower.transfers import transfers
 from mllm_compile.passes.pipeline import make_plan
 from mllm_compile.passes.schedule import make_schedule, variant_of
 
@@ -93,7 +94,9 @@ class Compiler:
         """The lowered stage of a plan, compiled by Inductor if the request says so."""
         key = id(plan.captured), stage
         if key not in self._lowered:
-            program = lower(plan, plan.stages[stage])
+            at = plan.stages[stage]
+            links = transfers(at, at.ranks[0], [[plan]] * len(self.request.modules))
+            program = replace(lower(plan, at), **links)
             self._lowered[key] = _inductor(program) if self.request.compile else program
         return self._lowered[key]
 

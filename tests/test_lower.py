@@ -1,6 +1,7 @@
 """Lowering: hand-cut stages, run one after another, give autograd's gradients and keep no more."""
 
 import operator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from mllm_compile.compiler.plan import Plan
 from mllm_compile.compiler.request import ModuleSpec, Parallel, Request
 from mllm_compile.compiler.stage import Boundary, Stage
 from mllm_compile.passes.lower.lower import lower
+from mllm_compile.passes.lower.transfers import transfers
 from mllm_compile.runtime.live import uses_of
 
 ALL = ("embed", "a", "norm", "b", "c")
@@ -102,6 +104,10 @@ def cut(program, cuts):
     return Plan(request, program, needs_grad=grads, stages=stages, boundaries=boundaries)
 
 
+def linked(plan, stage):
+    return replace(lower(plan, stage), **transfers(stage, stage.ranks[0], [[plan]]))
+
+
 def call(segment, live, uses):
     """Run a segment; what it was the last to use is dropped, as the runtime does."""
     with torch.no_grad():
@@ -139,7 +145,7 @@ def backward(programs, tables, uses):
 
 def run(plan, model, batch):
     """Every stage forward, then every stage backward; also the names kept after each half."""
-    programs = [lower(plan, stage) for stage in plan.stages]
+    programs = [linked(plan, stage) for stage in plan.stages]
     inputs = {f"p:{n}": p.detach() for n, p in model.named_parameters()}
     inputs |= {f"x:batch:{k}": v for k, v in batch.items()}
     tables = [dict(inputs) for _ in programs]
@@ -189,7 +195,7 @@ def test_segments_give_autograds_gradients(net, batch, cuts, frozen):
 def test_nothing_is_kept_or_sent_back_where_nothing_flows(net, batch):
     frozen = ("embed", "a", "norm", "b")
     plan = cut(captured(net, batch, frozen), (3, 5, 9))
-    programs = [lower(plan, stage) for stage in plan.stages]
+    programs = [linked(plan, stage) for stage in plan.stages]
     _, _, kept, _ = run(plan, net, batch)
     quiet = [p.input_grad is None and p.weight_grad is None for p in programs]
     assert quiet[:3] == [True] * 3
@@ -200,7 +206,7 @@ def test_nothing_is_kept_or_sent_back_where_nothing_flows(net, batch):
 
 def test_views_of_parameters_are_made_again(net, batch):
     plan = cut(captured(net, batch), ())
-    program = lower(plan, plan.stages[0])
+    program = linked(plan, plan.stages[0])
     assert program.input_grad is None
     assert "p:embed" in program.weight_grad.inputs
     shapes = [
