@@ -95,7 +95,13 @@ class CompiledGraph:
 
     def _compile(self, inputs: Inputs) -> _Program:
         model = DynamoModule(self.source, inputs)
-        captured = capture(model, inputs.numbers, outputs=_tensors)
+        returned: list[tuple[Any, ...]] = []
+
+        def tensors_of(result: tuple[Any, ...]) -> Sequence[torch.Tensor]:
+            returned.append(result)
+            return [value for value in result if isinstance(value, torch.Tensor)]
+
+        captured = capture(model, inputs.numbers, outputs=tensors_of)
         values = _values(captured, inputs)
         log.info(
             "captured %d nodes and %d guards; %d of %d parameters get a gradient",
@@ -108,7 +114,7 @@ class CompiledGraph:
         function: Any = compiler(copy.deepcopy(captured.main), values)
         numbers = {
             place: value
-            for place, value in enumerate(model.returned)
+            for place, value in enumerate(returned[-1])
             if not isinstance(value, torch.Tensor)
         }
         return _Program(captured, function, numbers)
@@ -135,10 +141,6 @@ def _run(program: _Program, values: list[torch.Tensor], inputs: Inputs) -> tuple
     tensors = iter(results[:count])
     places = range(count + len(program.numbers))
     return tuple(program.numbers[p] if p in program.numbers else next(tensors) for p in places)
-
-
-def _tensors(returned: Sequence[Any]) -> list[torch.Tensor]:
-    return [value for value in returned if isinstance(value, torch.Tensor)]
 
 
 def _as_is(graph: fx.GraphModule, example_inputs: Arguments) -> Any:

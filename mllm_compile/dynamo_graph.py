@@ -51,12 +51,11 @@ class DynamoGraph:
 
 
 class DynamoModule(nn.Module):
-    """Runs the graph on its own state, which is like ``inputs``; keeps what it returned last."""
+    """Runs the graph on its own state, which is like ``inputs``."""
 
     def __init__(self, source: DynamoGraph, inputs: Inputs) -> None:
         super().__init__()
         self._source = (source,)  # a tuple, so that Dynamo's module is no part of this one
-        self._returned: tuple[Any, ...] = ()
         for name, value in inputs.parameters.items():
             place, _, leaf = name.rpartition(".")
             parameter = nn.Parameter(value.detach(), value.requires_grad)
@@ -73,13 +72,7 @@ class DynamoModule(nn.Module):
         arguments = [
             numbers[name] if name in numbers else self._state(name) for name in source.names
         ]
-        self._returned = tuple(_Runner(source, self).run(*arguments))
-        return self._returned
-
-    @property
-    def returned(self) -> tuple[Any, ...]:
-        """What the last call returned."""
-        return self._returned
+        return tuple(_Runner(source, self).run(*arguments))
 
     def _state(self, name: str) -> Any:
         place, _, leaf = name.rpartition(".")

@@ -42,7 +42,7 @@ def outcome(model, program, batch, tolerance=1e-9, reference=None, lift=None):
     compare_gradients(theirs, ours, tolerance)
     for name, value in zip(program.updates, updates, strict=True):
         torch.testing.assert_close(value, theirs.get_buffer(name), rtol=tolerance, atol=tolerance)
-    untouched = set(dict(theirs.named_buffers())) - set(program.updates)
+    untouched = set(dict(model.named_buffers())) - set(program.updates)
     for name in untouched:
         assert torch.equal(theirs.get_buffer(name), model.get_buffer(name)), name
     return Outcome.EXACT

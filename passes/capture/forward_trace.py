@@ -18,6 +18,7 @@ from mllm_compile.passes.capture.hoisting import Hoister, intercepted
 from mllm_compile.passes.capture.host_reads import HostReads
 from mllm_compile.passes.capture.lift import lifted
 from mllm_compile.passes.capture.opaque_function import opaque_functions
+from mllm_compile.passes.capture.repeats import traced_once
 from mllm_compile.passes.capture.shadow_mode import ShadowMode
 from mllm_compile.passes.capture.tracing import FakeTensorMode, fake_like, reparametrize, trace
 
@@ -58,9 +59,14 @@ def trace_forward(
         given = flat[len(state) :]
         stand_ins = dict(zip(state, flat, strict=False))
         _cast_shadows(model, entries, stand_ins, given, mode)
-        with reparametrize(model, dict(stand_ins)), mode, HostReads(mode), lifted(mode.lift):
+
+        def forward() -> list[torch.Tensor]:
             made = list(outputs(model(**entries.rebuild(given))))
             _write_back(model, stand_ins)
+            return made
+
+        with reparametrize(model, dict(stand_ins)), mode, HostReads(mode), lifted(mode.lift):
+            made = traced_once(model, mode, [attention], forward)
         num_outputs = len(made)
         return [*made, *(read.tensor for read in mode.reads.log)]
 
@@ -111,6 +117,8 @@ def _write_back(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
                 )
             )
         tensor.copy_(new.detach())
+        owner, _, last = name.rpartition(".")
+        model.get_submodule(owner)._buffers[last] = tensor
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from mllm_compile.passes.capture import module_state
 from mllm_compile.passes.capture.candidates import Candidates
 from mllm_compile.passes.capture.hoisted_calls import Refused, emit, is_plain, record
+from mllm_compile.passes.capture.reachable import names_in
 from mllm_compile.passes.capture.shadow_mode import ShadowMode
 
 
@@ -56,7 +57,7 @@ class Hoister:
         )
 
     def _record(self, function: FunctionType, name: str, args: Any, kwargs: Any) -> Any:
-        before = module_state.snapshot(self.model)
+        before = module_state.snapshot(self.model, code=False)
         self.busy = True
         try:
             recorded = record(self.mode, function, name, args, kwargs)
@@ -71,8 +72,7 @@ class Hoister:
         changed = module_state.changed(before)
         if changed:
             module_state.restore(before)
-            module, attribute = changed[0]
-            raise Refused(f"it changes {type(module).__name__}.{attribute}")
+            raise Refused(f"it changes {changed[0]}")
         return recorded
 
 
@@ -125,5 +125,8 @@ def _trampoline(code: CodeType, ask: Callable[[Any, Any], Any]) -> CodeType:
 
     constants = tuple(ask if value == "ask" else value for value in template.__code__.co_consts)
     return template.__code__.replace(
-        co_consts=constants, co_freevars=code.co_freevars, co_filename="<hoist>"
+        co_consts=constants,
+        co_freevars=code.co_freevars,
+        co_names=(*template.__code__.co_names, *names_in(code)),  # for who asks what it can reach
+        co_filename="<hoist>",
     )

@@ -42,6 +42,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The node whose result the tensor is; None if it is a constant."""
         return self._nodes.get(tensor)  # type: ignore[no-untyped-call, no-any-return]
 
+    def made(self, node: fx.Node, tensor: torch.Tensor) -> None:
+        """From now on the tensor stands for what ``node`` computes."""
+        self._nodes[tensor] = node
+
     def finish(self, results: Sequence[Any]) -> fx.GraphModule:
         """The graph, returning ``results`` as a list."""
         self.graph.output([self._argument(result) for result in results])
@@ -74,7 +78,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """``value`` is what ``node`` computes; elements of a sequence get nodes of their own."""
         node.meta["val"] = _snapshot(value)
         if isinstance(value, torch.Tensor):
-            self._nodes[value] = node
+            self.made(node, value)
         elif isinstance(value, (list, tuple)):
             for place, item in enumerate(value):
                 if item is not None:

@@ -71,9 +71,13 @@ class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._num_reads != len(self.reads.log):
             self._num_reads, self._calls_since = len(self.reads.log), 0
         self._calls_since += 1
-        known = self.reads.candidates if self.known is None else self.known
-        if self._calls_since == PATIENCE and not self.reads.candidates.keys() <= known.keys():
+        if self._calls_since == PATIENCE and self.will_be_repeated:
             raise NewCandidates
+
+    @property
+    def will_be_repeated(self) -> bool:
+        """Whether a host read has found candidates that no trace has tried yet."""
+        return self.known is not None and not self.reads.candidates.keys() <= self.known.keys()
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.namespace == OURS:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from mllm_compile.compiler.errors import CaptureError, explain
-from mllm_compile.passes.capture import module_state
 from mllm_compile.passes.capture.candidates import Candidates, candidates_in_traceback
 from mllm_compile.passes.capture.entries import Entries
 from mllm_compile.passes.capture.fingerprint import fingerprint
@@ -64,10 +63,7 @@ class StableTrace:
         raise AssertionError("unreachable")
 
     def _once(self, mode: ShadowMode, candidates: Candidates) -> ForwardTrace:
-        with module_state.restored(self.model) as before:
-            found = trace_forward(self.model, self.entries, self.outputs, mode, candidates)
-            _refuse_counters(before)
-        return found
+        return trace_forward(self.model, self.entries, self.outputs, mode, candidates)
 
     def _refuse_luck(self, found: ForwardTrace, candidates: Candidates, draws: list[str]) -> None:
         """Small draws and large ones must give the same graph."""
@@ -103,16 +99,3 @@ def _as_capture_error(error: Exception) -> CaptureError:
             remedy="if it does so outside capture too, mend it there; if not, keep data in tensors",
         )
     )
-
-
-def _refuse_counters(before: module_state.Snapshot) -> None:
-    """A number that forward counts in an attribute would be frozen into the program."""
-    counters = module_state.counters(before)
-    if counters:
-        raise CaptureError(
-            explain(
-                f"attribute {counters[0]}",
-                got="a number that every forward changes",
-                remedy="keep it in a registered buffer",
-            )
-        )

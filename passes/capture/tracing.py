@@ -4,7 +4,7 @@ A *fake* is a tensor without data that a trace computes with; a *real* tensor ha
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,14 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "WeakIdKeyDictionary",
+    "drop_after",
     "fake_like",
     "is_mutable",
     "last_node",
     "node_of",
     "nodes_after",
     "outside_modes",
+    "recorded",
     "reparametrize",
     "storage_key",
     "trace",
@@ -116,9 +118,23 @@ def node_of(tensor: torch.Tensor) -> fx.Node | None:
     return _recorders[-1].node_of(tensor) if _recorders else None
 
 
+def drop_after(mark: fx.Node | None, kept: Iterable[tuple[torch.Tensor, fx.Node | None]]) -> None:
+    """Drop the nodes after ``mark``; the tensors are again what the nodes beside them made."""
+    for node in reversed(list(nodes_after(mark))):
+        node.graph.erase_node(node)
+    for tensor, maker in kept:
+        if maker is not None:
+            _recorders[-1].made(maker, tensor)
+
+
 def last_node() -> fx.Node | None:
     """The newest node of the trace under way, to find out later which nodes came after it."""
     return next(iter(reversed(_recorders[-1].graph.nodes)), None) if _recorders else None
+
+
+def recorded() -> tuple[fx.Graph, torch.nn.Module]:
+    """The graph of the trace under way, and the module that holds its constants."""
+    return _recorders[-1].graph, _recorders[-1].root
 
 
 def nodes_after(mark: fx.Node | None) -> Iterator[fx.Node]:
