@@ -10,12 +10,15 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import NoReturn
 
 from mllm_compile.compiler.errors import CompileError
+from mllm_compile.output import check_writable
 
 ERROR = 2
 INTERRUPTED = 130
+OUTPUTS = {"output": False, "json": False, "log": False, "dump": True, "checkpoint": True}  # folder
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     options = _parser().parse_args(arguments)
     try:
+        _check_outputs(options)
+        sys.path.append(str(Path(options.path).resolve().parent))  # a workload beside its request
         code = _command(options.command)(options)
         sys.stdout.flush()
         return code
@@ -54,6 +59,14 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
     from mllm_compile import commands_plan as plan
 
     return {"capture": plan.capture, "plan": plan.plan, "inspect": plan.inspect}[name]
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    """What would be written at the end must be writable at the start."""
+    for option, folder in OUTPUTS.items():
+        path = getattr(options, option, None)
+        if path:
+            check_writable(f"--{option}", Path(path), folder=folder)
 
 
 def _paragraph(error: Exception) -> str:

@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from mllm_compile.compiler.errors import RequestError, explain
 from mllm_compile.compiler.request import Request
+from mllm_compile.users_code import users_code
 from mllm_compile.workload import Workload
 
 
@@ -27,6 +28,7 @@ def ready_model(request: Request, model: nn.Module) -> nn.Module:
 
     """
     known = dict(model.named_modules())
+    flags: dict[nn.Parameter, tuple[str, bool]] = {}
     for module in request.modules:
         for path in module.paths:
             if path not in known:
@@ -36,6 +38,7 @@ def ready_model(request: Request, model: nn.Module) -> nn.Module:
                     explain(f"path {path!r}", expected="a module of the model", remedy=remedy)
                 )
             if module.trainable is not None:
+                _agree(known[path], path, module.trainable, flags)
                 known[path].requires_grad_(module.trainable)
     dtype = getattr(torch, request.dtype)
     # Not model.to(dtype): that drops the imaginary part of complex buffers (rotary tables).
@@ -44,6 +47,23 @@ def ready_model(request: Request, model: nn.Module) -> nn.Module:
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
     return model.train()
+
+
+def _agree(
+    module: nn.Module, path: str, trainable: bool, flags: dict[nn.Parameter, tuple[str, bool]]
+) -> None:
+    """A weight that two modules share is trained by both or by none."""
+    for name, parameter in module.named_parameters(path):
+        other, flag = flags.setdefault(parameter, (path, trainable))
+        if flag != trainable:
+            raise RequestError(
+                explain(
+                    f"{name}, a weight that {other} and {path} share",
+                    expected="one value of trainable",
+                    got=f"{str(flag).lower()} and {str(trainable).lower()}",
+                    remedy="give both modules the same",
+                )
+            )
 
 
 def ready_batch(request: Request, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,12 +82,33 @@ def microbatches(request: Request, workload: Workload, step: int) -> list[dict[s
     size = request.microbatch_size
     samples = global_batch(request, workload, step)
     parts = [samples[k * size : (k + 1) * size] for k in range(request.microbatches)]
-    return [ready_batch(request, workload.collate(part)) for part in parts]
+    return [collated(request, workload, part) for part in parts]
+
+
+def collated(request: Request, workload: Workload, samples: list[Any]) -> dict[str, Any]:
+    """One batch of the model, ready for the request.
+
+    Raises:
+        RequestError: ``collate`` raised, or returned something else than keyword arguments.
+
+    """
+    with users_code("collate"):
+        batch = workload.collate(samples)
+    if not isinstance(batch, Mapping) or not all(isinstance(key, str) for key in batch):
+        raise RequestError(
+            explain(
+                "collate",
+                expected="a dict of the model's keyword arguments",
+                got=type(batch).__name__,
+            )
+        )
+    return ready_batch(request, batch)
 
 
 def global_batch(request: Request, workload: Workload, step: int) -> list[Any]:
     """The samples of a step: ``microbatches * microbatch_size`` of them."""
     count = request.microbatches * request.microbatch_size
-    if len(workload.samples) == 0:
-        raise RequestError(explain("workload", expected="at least one sample", got="none"))
-    return [workload.samples[(step * count + k) % len(workload.samples)] for k in range(count)]
+    with users_code("samples"):
+        if len(workload.samples) == 0:
+            raise RequestError(explain("workload", expected="at least one sample", got="none"))
+        return [workload.samples[(step * count + k) % len(workload.samples)] for k in range(count)]

@@ -8,7 +8,7 @@ from torch import nn
 
 from mllm_compile.compiler.request import Request
 from mllm_compile.kernels.grouped_mm import GroupedProducts
-from mllm_compile.model import global_batch, ready_batch
+from mllm_compile.model import collated, global_batch
 from mllm_compile.passes.capture.capture import loss_of
 from mllm_compile.passes.capture.lift import lifted
 from mllm_compile.workload import Workload
@@ -21,7 +21,7 @@ def reference(
 
     In float64 the model's casts to float32 are lifted, as in the program.
     """
-    batch = ready_batch(request, workload.collate(global_batch(request, workload, step)))
+    batch = collated(request, workload, global_batch(request, workload, step))
     with as_compiled(request):
         (loss,) = loss_of(model(**batch))
         if loss.requires_grad:

@@ -11,6 +11,8 @@ import torch
 
 from mllm_compile import Workload, load_weights
 from mllm_compile.cli import main
+from mllm_compile.compiler.errors import RequestError
+from mllm_compile.output import check_writable
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -61,6 +63,43 @@ def no_workload():
 
 def failing():
     raise ValueError("the disk\\nis full")
+
+
+def without_model():
+    return Workload(None, [1], collate)
+
+
+def without_samples():
+    return Workload(Model(), None, collate)
+
+
+def without_collate():
+    return Workload(Model(), [1], None)
+
+
+def list_of_batches():
+    return Workload(Model(), [1] * 8, lambda samples: samples)
+
+
+def wrong_samples():
+    return Workload(Model(), [{"x": torch.ones(k)} for k in range(8)], collate)
+
+
+class Logits(Model):
+    def forward(self, **batch):
+        return {"logits": self.encoder(batch["x"])}
+
+
+def without_loss():
+    made = make()
+    return Workload(Logits(), made.samples, collate)
+
+
+def tied():
+    made = make()
+    made.model.decoder = nn.Linear(4, 8)
+    made.model.decoder.weight = made.model.encoder.weight
+    return made
 """
 
 REQUEST = """
@@ -186,7 +225,38 @@ def test_verify_exits_with_1_where_a_gradient_differs(request_file, monkeypatch,
         (["plan", "request.toml", "--set", "workload=nothing:here"], ["nothing:here"]),
         (["plan", "request.toml", "--set", "workload=jobs"], ["package.module:function"]),
         (["plan", "request.toml", "--set", "workload=jobs:no_workload"], ["Workload", "int"]),
-        (["plan", "request.toml", "--set", "workload=jobs:failing"], ["disk is full", "--debug"]),
+        (
+            ["plan", "request.toml", "--set", "workload=jobs:failing"],
+            ["ValueError", "disk is full", "jobs.py:47 failing", "--debug"],
+        ),
+        (
+            ["plan", "request.toml", "--set", "workload=jobs:without_model"],
+            ["jobs:without_model", "nn.Module", "NoneType"],
+        ),
+        (["plan", "request.toml", "--set", "workload=jobs:without_samples"], ["samples", "len()"]),
+        (["plan", "request.toml", "--set", "workload=jobs:without_collate"], ["collate", "None"]),
+        (
+            ["plan", "request.toml", "--set", "workload=jobs:list_of_batches"],
+            ["collate", "a dict of the model's keyword arguments", "got list"],
+        ),
+        (
+            ["plan", "request.toml", "--set", "workload=jobs:wrong_samples"],
+            ["collate raised RuntimeError", "jobs.py:22 <dictcomp>", "equal size"],
+        ),
+        (["plan", "request.toml", "--set", "workload=jobs:without_loss"], ["a scalar loss"]),
+        (
+            [
+                *("plan", "request.toml", "--set", "workload=jobs:tied"),
+                *("--set", "module.1.trainable=true"),
+            ],
+            ["decoder.weight, a weight that encoder and decoder share", "got false and true"],
+        ),
+        (["plan", "request.toml", "-o", "jobs.py/plan.json"], ["--output", "jobs.py", "folder"]),
+        (["plan", "request.toml", "-o", "."], ["--output", "got a folder"]),
+        (["plan", "request.toml", "--dump", "jobs.py"], ["--dump", "jobs.py", "not a folder"]),
+        (["verify", "request.toml", "--json", "jobs.py/a/b.json"], ["--json", "jobs.py"]),
+        (["run", "request.toml", "--log", "jobs.py/a.jsonl"], ["--log", "jobs.py"]),
+        (["run", "request.toml", "--checkpoint", "jobs.py/a"], ["--checkpoint", "jobs.py"]),
         (
             ["plan", "request.toml", "--set", "workload=jobs:uncapturable"],
             ["jobs.py:17", "torch.where"],
@@ -209,6 +279,25 @@ def test_errors_are_one_paragraph_and_exit_with_2(request_file, capsys, argument
     assert "Traceback" not in captured.err
     for word in words:
         assert word in captured.err
+
+
+def test_a_folder_that_may_not_be_written_is_refused_before_the_run(request_file, monkeypatch):
+    allowed = os.access
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: "sealed" not in str(path) and allowed(path, mode)
+    )
+    Path("sealed").mkdir()
+    with pytest.raises(RequestError, match=r"--checkpoint sealed/a: .*sealed, which is not writ"):
+        check_writable("--checkpoint", Path("sealed/a"), folder=True)
+    check_writable("--checkpoint", Path("new/a"), folder=True)
+    check_writable("--json", Path("new/a.json"))
+
+
+def test_a_request_finds_the_workload_beside_it_from_anywhere(request_file, capsys) -> None:
+    done = shell("plan", str(request_file), cwd="/")
+    assert (done.returncode, done.stderr) == (0, "")
+    done = shell("verify", str(request_file), cwd="/")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_debug_shows_the_traceback(request_file, capsys) -> None:
