@@ -4,20 +4,22 @@ The same class serves threads of one process, subprocesses and torchrun: they di
 transport.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
 from mllm_compile.agreement import agree
 from mllm_compile.compilation import Compiler, Step
+from mllm_compile.compiler.mesh import Mesh
 from mllm_compile.compiler.plan import Plan
 from mllm_compile.runtime.distributed_transport import DistributedTransport
 from mllm_compile.runtime.executor import Executor, StepResult
-from mllm_compile.runtime.migrate import receive_parameter, send_parameter
+from mllm_compile.runtime.groups import groups_of
+from mllm_compile.runtime.migrate import move_parameter
 from mllm_compile.runtime.optimizer import make_optimizer, update
+from mllm_compile.runtime.placement import Placement
 from mllm_compile.runtime.rank_main import RankContext
 from mllm_compile.runtime.state import State
 from mllm_compile.runtime.transport import Transport
@@ -53,11 +55,12 @@ class Rank:
         buffers = compiler.model.named_buffers()
         self.state = State({}, {name: b.clone() if private else b for name, b in buffers})
         self.optimizer: torch.optim.Optimizer | None = None
-        self._holders: dict[str, tuple[int, ...]] = {}
+        self._placements: dict[str, Placement] = {}
         self._settled = 0
         self._settle()
-        rank_of = {stage.index: stage.ranks[0] for stage in stages}
-        self.executor = Executor(transport, self.state, rank_of, names=names, publish=publish)
+        meshes = {s.index: Mesh.of(modules[s.module], s.position) for s in stages}
+        transport.connect(groups_of(meshes.values()))
+        self.executor = Executor(transport, self.state, meshes, names=names, publish=publish)
 
     def run(self, step: Step, number: int = 0, *, measure: bool = False) -> StepResult:
         """Run one step's actions; gradients are summed in ``state``."""
@@ -66,9 +69,8 @@ class Rank:
             {stage: self.compiler.lowered(plan, stage) for stage in self.stages}
             for plan in step.plans
         ]
-        return self.executor.step(
-            step.schedule, programs, step.prepared, number=number, measure=measure
-        )
+        prepared = [dict.fromkeys(self.stages, values) for values in step.prepared]
+        return self.executor.step(step.schedule, programs, prepared, number=number, measure=measure)
 
     def update(self) -> torch.Tensor:
         """End the step with an update of the parameters; the global gradient norm."""
@@ -87,34 +89,31 @@ class Rank:
         if self._settled == len(plans):
             return
         self._settled = len(plans)
-        before, self._holders = self._holders, _holders(plans)
+        shapes = {name: parameter.shape for name, parameter in self._model.items()}
+        before, self._placements = self._placements, _placements(plans, shapes)
         held = self.state.parameters
-        mine = [name for name in self._model if self.rank in self._holders[name]]
+        mine = [name for name in self._model if self.rank in self._placements[name].held]
         fresh = {name: self._own(name) for name in mine if name not in held}
-        arrived = self._exchange(before, fresh)
+        arrived = {
+            name: move_parameter(
+                self.transport,
+                name,
+                old,
+                self._placements[name],
+                held.get(name, fresh.get(name)),
+                self.optimizer,
+            )
+            for name, old in sorted(before.items())
+        }
         for name in [name for name in held if name not in mine]:
             del held[name]
         held.update(fresh)
-        self.state.holders = {n: ranks for n, ranks in self._holders.items() if len(ranks) > 1}
+        self.state.placements = {n: p for n, p in self._placements.items() if len(p.held) > 1}
+        self.transport.connect(self.state.groups)
         self._optimize(fresh)
         for name, kept in arrived.items():
             if self.optimizer is not None and kept:
                 self.optimizer.state[fresh[name]] = kept
-
-    def _exchange(
-        self, before: Mapping[str, tuple[int, ...]], fresh: Mapping[str, nn.Parameter]
-    ) -> dict[str, dict[str, Any]]:
-        """Bring parameters to their new ranks, in one order on all; the optimizer's states."""
-        arrived: dict[str, dict[str, Any]] = {}
-        for name, old in sorted(before.items()):
-            for target in (rank for rank in self._holders[name] if rank not in old):
-                if self.rank == old[0]:
-                    parameter = self.state.parameters[name]
-                    send_parameter(self.transport, parameter, self.optimizer, target)
-                elif self.rank == target:
-                    value, arrived[name] = receive_parameter(self.transport, old[0])
-                    fresh[name].data.copy_(value)
-        return arrived
 
     def _optimize(self, fresh: Mapping[str, nn.Parameter]) -> None:
         trainable = [parameter for parameter in fresh.values() if parameter.requires_grad]
@@ -157,8 +156,8 @@ def channels_of(step: Step) -> set[tuple[int, int]]:
     }
 
 
-def _holders(plans: Iterable[Plan]) -> dict[str, tuple[int, ...]]:
-    """The ranks of every parameter: all that read it in some program, else its home."""
+def _placements(plans: Iterable[Plan], shapes: Mapping[str, Sequence[int]]) -> dict[str, Placement]:
+    """Every parameter on all ranks that read it in some program, else on those of its home."""
     readers: dict[str, set[int]] = {}
     homes: dict[str, tuple[int, ...]] = {}
     for plan in plans:
@@ -166,4 +165,7 @@ def _holders(plans: Iterable[Plan]) -> dict[str, tuple[int, ...]]:
             for name in stage.parameters:
                 readers.setdefault(name, set()).update(stage.ranks)
         homes |= {name: plan.stages[home].ranks for name, home in plan.home.items()}
-    return {name: tuple(sorted(readers.get(name, homes[name]))) for name in homes}
+    return {
+        name: Placement.replicated(shapes[name], tuple(readers.get(name, home)))
+        for name, home in homes.items()
+    }

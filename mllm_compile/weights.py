@@ -22,6 +22,6 @@ def load_weights(model: nn.Module, directory: str | Path) -> int:
     found = checkpoints(directory)
     if not found:
         raise RequestError(explain(f"{directory}", expected="a finished checkpoint", got="none"))
-    state = State(dict(model.named_parameters()), dict(model.named_buffers()), {})
+    state = State(dict(model.named_parameters()), dict(model.named_buffers()))
     with torch.random.fork_rng(), torch.no_grad():
         return load(found[-1], state).step

@@ -3,8 +3,9 @@
 One directory per saved step, written through torch.distributed.checkpoint: every parameter, frozen
 ones included (a checkpoint is then complete, whatever the model was first built from), every
 buffer, the optimizer's state, each rank's random state, and ``job.json`` with the step and whatever
-the job adds, such as its position in the data. A directory gets its final name only when all is
-written, so that an interrupted save is never resumed from; the previous checkpoint is kept.
+the job adds, such as its position in the data. Tensors are stored whole: a rank adds its parts to
+them, and reads its parts of them. A directory gets its final name only when all is written, so that
+an interrupted save is never resumed from; the previous checkpoint is kept.
 
 All ranks must see the same file system.
 """
@@ -27,6 +28,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
 from mllm_compile.compiler.errors import RequestError, RunError, explain
+from mllm_compile.runtime.migrate import is_part
+from mllm_compile.runtime.shards import Shards
 from mllm_compile.runtime.state import State
 
 _KEPT = 2
@@ -66,8 +69,8 @@ def save(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     _barrier()
-    current = _without_stale(_model_tensors(state), state, rank)
-    tensors = {**current, **_optimizer_tensors(state, optimizer), **_random(rank)}
+    current = _without_stale(_model_tensors(state, rank), state, rank)
+    tensors = {**current, **_optimizer_tensors(state, optimizer, rank), **_random(rank)}
     writer = FileSystemWriter(partial, sync_files=True)
     try:
         with _single_process_is_fine():
@@ -106,11 +109,12 @@ def load(
     """
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
-    wanted = _model_tensors(state)
+    wanted = _model_tensors(state, rank)
     _check_fit(Path(path), wanted, metadata)
     moments = _saved_moments(state, optimizer, metadata)
     for name, entries in moments.items():
-        wanted.update({f"optimizer.{key}/{name}": value for key, value in entries.items()})
+        for key, value in entries.items():
+            wanted[f"optimizer.{key}/{name}"] = _shared(value, state, name, rank)
     random = {
         key: value for key, value in _random(rank).items() if key in metadata.state_dict_metadata
     }
@@ -119,8 +123,10 @@ def load(
         read_tensors(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
     if optimizer is not None:
         for name, entries in moments.items():
-            keys = {key: wanted[f"optimizer.{key}/{name}"] for key in entries}
-            optimizer.state[state.parameters[name]] = keys
+            for key, value in entries.items():
+                if value is None:
+                    entries[key] = wanted[f"optimizer.{key}/{name}"]
+            optimizer.state[state.parameters[name]] = entries
     _set_random(random)
     saved = json.loads((Path(path) / _JOB).read_text())
     return Resumed(saved["step"], saved["job"], bool(random))
@@ -130,11 +136,20 @@ def _describe(partial: Path, step: int, job: Mapping[str, Any]) -> None:
     (partial / _JOB).write_text(json.dumps({"step": step, "job": dict(job)}, indent=1))
 
 
-def _model_tensors(state: State) -> dict[str, Any]:
+def _model_tensors(state: State, rank: int) -> dict[str, Any]:
+    parameters = state.parameters.items()
     return {
-        **{f"parameter/{name}": value.detach() for name, value in state.parameters.items()},
+        **{f"parameter/{name}": _shared(value, state, name, rank) for name, value in parameters},
         **{f"buffer/{name}": value for name, value in state.buffers.items()},
     }
+
+
+def _shared(value: Any, state: State, name: str, rank: int) -> Any:
+    """A value of a divided parameter's form with its place in the whole; others as they are."""
+    placement, parameter = state.placements.get(name), state.parameters[name]
+    if placement is not None and placement.divided and is_part(value, parameter):
+        return Shards.of(value, placement.held[rank].region, placement.shape)
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _without_stale(tensors: dict[str, Any], state: State, rank: int) -> dict[str, Any]:
@@ -149,11 +164,13 @@ def _without_stale(tensors: dict[str, Any], state: State, rank: int) -> dict[str
     }
 
 
-def _optimizer_tensors(state: State, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def _optimizer_tensors(
+    state: State, optimizer: torch.optim.Optimizer | None, rank: int
+) -> dict[str, Any]:
     if optimizer is None:
         return {}
     return {
-        f"optimizer.{key}/{name}": value
+        f"optimizer.{key}/{name}": _shared(value, state, name, rank)
         for name, parameter in state.parameters.items()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
@@ -168,21 +185,28 @@ def _saved_moments(
         kind, _, name = full.partition("/")
         if optimizer is None or not kind.startswith("optimizer.") or name not in state.parameters:
             continue
-        if not state.parameters[name].requires_grad:
-            continue
-        room: Any = None
-        if isinstance(entry, TensorStorageMetadata):
-            scalar = len(entry.size) == 0
-            device = "cpu" if scalar else state.parameters[name].device
-            room = torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
-        moments.setdefault(name, {})[kind.removeprefix("optimizer.")] = room
+        if state.parameters[name].requires_grad:
+            key = kind.removeprefix("optimizer.")
+            moments.setdefault(name, {})[key] = _room(entry, state, name)
     return moments
+
+
+def _room(entry: object, state: State, name: str) -> torch.Tensor | None:
+    """None for what is no tensor."""
+    if not isinstance(entry, TensorStorageMetadata):
+        return None
+    parameter, placement = state.parameters[name], state.placements.get(name)
+    whole = parameter.shape if placement is None else torch.Size(placement.shape)
+    shape = parameter.shape if entry.size == whole else entry.size
+    device = parameter.device if shape else "cpu"
+    return torch.empty(shape, dtype=entry.properties.dtype, device=device)
 
 
 def _check_fit(path: Path, wanted: Mapping[str, torch.Tensor], metadata: Metadata) -> None:
     for key, tensor in wanted.items():
         saved = metadata.state_dict_metadata.get(key)
-        expected = f"{tensor.dtype} {list(tensor.shape)}"
+        shape = tensor.whole if isinstance(tensor, Shards) else tensor.shape
+        expected = f"{tensor.dtype} {list(shape)}"
         got = "nothing"
         if isinstance(saved, TensorStorageMetadata):
             got = f"{saved.properties.dtype} {list(saved.size)}"

@@ -3,20 +3,23 @@
 Two process groups carry the transfers, one towards higher ranks and one towards lower ones. NCCL
 runs the operations of one pair of ranks and one group in the order in which they were posted; with
 a group per direction neither end can wait behind a message of its own. All ranks create the groups
-at once, in one order, and open every channel before the first step.
+at once, in one order, and open every channel before the first step. A group of ranks has a process
+group of its own, made by all ranks alike.
 """
 
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from mllm_compile.compiler.errors import RunError, explain
 from mllm_compile.runtime.device import backend_of
-from mllm_compile.runtime.transport import Done, Handle, PeerLostError, as_bytes
+from mllm_compile.runtime.groups import Group, NativeGroup
+from mllm_compile.runtime.transport import Done, Handle, PeerLostError, as_bytes, reason
 
 Channel = tuple[int, int]
+Ranks = tuple[int, ...]
 
 
 class _Work:
@@ -35,6 +38,31 @@ class _Work:
             raise _lost(f"rank {self._peer}", error) from error
 
 
+class _Links:
+    """The channels of one process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def send(self, tensor: torch.Tensor, peer: int, purpose: str) -> Handle:
+        """See :class:`Links`."""
+        if tensor.numel() == 0:
+            return Done()
+        try:
+            return _Work(dist.isend(as_bytes(tensor), peer, self.group), tensor, peer)
+        except RuntimeError as error:
+            raise _lost(f"rank {peer}", error) from error
+
+    def receive(self, buffer: torch.Tensor, peer: int, purpose: str) -> Handle:
+        """See :class:`Links`."""
+        if buffer.numel() == 0:
+            return Done()
+        try:
+            return _Work(dist.irecv(as_bytes(buffer), peer, self.group), buffer, peer)
+        except RuntimeError as error:
+            raise _lost(f"rank {peer}", error) from error
+
+
 class DistributedTransport:
     """The end of this process. ``channels`` are all (source rank, target rank) pairs in use.
 
@@ -45,13 +73,14 @@ class DistributedTransport:
     def __init__(
         self, device: torch.device, channels: Iterable[Channel] = (), timeout: float = 1800.0
     ) -> None:
-        limit = timedelta(seconds=timeout)
+        self._limit = timedelta(seconds=timeout)
         if not dist.is_initialized():
-            dist.init_process_group(backend_of(device), timeout=limit)
+            dist.init_process_group(backend_of(device), timeout=self._limit)
         self.device = device
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
-        self._up = dist.new_group(timeout=limit)
-        self._down = dist.new_group(timeout=limit)
+        self._up = _Links(dist.new_group(timeout=self._limit))
+        self._down = _Links(dist.new_group(timeout=self._limit))
+        self._groups: dict[Ranks, Group | None] = {}
         self._open(sorted(set(channels)))
 
     def _open(self, channels: list[Channel]) -> None:
@@ -65,23 +94,11 @@ class DistributedTransport:
 
     def send(self, tensor: torch.Tensor, peer: int) -> Handle:
         """See :class:`Transport`."""
-        if tensor.numel() == 0:
-            return Done()
-        group = self._up if peer > self.rank else self._down
-        try:
-            return _Work(dist.isend(as_bytes(tensor), peer, group), tensor, peer)
-        except RuntimeError as error:
-            raise _lost(f"rank {peer}", error) from error
+        return (self._up if peer > self.rank else self._down).send(tensor, peer, "")
 
     def receive(self, buffer: torch.Tensor, peer: int) -> Handle:
         """See :class:`Transport`."""
-        if buffer.numel() == 0:
-            return Done()
-        group = self._down if peer > self.rank else self._up
-        try:
-            return _Work(dist.irecv(as_bytes(buffer), peer, group), buffer, peer)
-        except RuntimeError as error:
-            raise _lost(f"rank {peer}", error) from error
+        return (self._down if peer > self.rank else self._up).receive(buffer, peer, "")
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """See :class:`Transport`."""
@@ -92,6 +109,30 @@ class DistributedTransport:
             raise _lost("some rank", error) from error
         return parts
 
+    def connect(self, groups: Iterable[Sequence[int]]) -> None:
+        """See :class:`Transport`."""
+        for ranks in sorted({tuple(ranks) for ranks in groups} - self._groups.keys()):
+            made = dist.new_group(list(ranks), timeout=self._limit, sort_ranks=False)
+            self._groups[ranks] = self._communicator(ranks, made)
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        """See :class:`Transport`."""
+        found = self._groups.get(tuple(ranks))
+        if found is None:
+            expected = "one that all ranks have connected, with this rank in it"
+            raise RunError(explain(f"rank {self.rank}, group {tuple(ranks)}", expected=expected))
+        return found
+
+    def _communicator(self, ranks: Ranks, made: dist.ProcessGroup) -> Group | None:
+        if self.rank not in ranks:
+            return None
+        if self.device.type == "cuda":
+            group: Group = NativeGroup(ranks, self.rank, _Links(made), made)
+        else:
+            group = Group(ranks, self.rank, _Links(made))
+        group.all_reduce(torch.zeros(len(ranks), device=self.device))  # connects the members
+        return group
+
     def close(self) -> None:
         """Wait for all ranks, so that none misses what another has sent last, and leave."""
         dist.barrier()
@@ -99,7 +140,4 @@ class DistributedTransport:
 
 
 def _lost(who: str, error: RuntimeError) -> PeerLostError:
-    """The backend's reason in short: without its source position and its advice."""
-    line = str(error).strip().partition("\n")[0]
-    reason = re.sub(r"^\[[^]]*\]\s*", "", line).partition(". ")[0]
-    return PeerLostError(f"{who} does not answer ({reason})")
+    return PeerLostError(f"{who} does not answer ({reason(error)})")

@@ -1,11 +1,11 @@
 """Run one rank's actions: one loop, one handler per kind of action. It decides nothing.
 
 For every microbatch the executor is given its lowered stages (``programs``: microbatches of one
-step may be of different variants, with other image counts or without a modality) and its inputs
-(``prepared``). Terms are those of ``compiler/program.py``.
+step may be of different variants, with other image counts or without a modality) and the inputs of
+each (``prepared``). All ranks of a stage run one list of actions; what the data lane of this rank
+has no program, segment or transfer for, it skips. Terms are those of ``compiler/program.py``.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -17,24 +17,26 @@ from torch import fx
 from mllm_compile.compiler.action import Action, Schedule
 from mllm_compile.compiler.captured import Prepared
 from mllm_compile.compiler.errors import RunError, explain
+from mllm_compile.compiler.mesh import Mesh
 from mllm_compile.compiler.program import Segment, StageProgram, Transfer
+from mllm_compile.kernels.collective.members import members
 from mllm_compile.runtime.boxed import Boxed, boxed
+from mllm_compile.runtime.exchange import Exchange
+from mllm_compile.runtime.groups import members_of
 from mllm_compile.runtime.live import LiveValues, Value, uses_of
 from mllm_compile.runtime.measures import HostReads, Measures, live_bytes, storages
 from mllm_compile.runtime.outbox import Outbox
 from mllm_compile.runtime.state import State
-from mllm_compile.runtime.transport import (
-    Handle,
-    PeerLostError,
-    Transport,
-    receive_buffer,
-    to_wire,
-)
+from mllm_compile.runtime.transport import PeerLostError, Transport
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Losses by microbatch (scalar tensors, only on the rank that computes them) and measures."""
+    """Losses by microbatch (scalar tensors) and measures.
+
+    Only the first rank of every data lane that computes the loss has it: over all ranks, they add
+    up to the global loss.
+    """
 
     losses: Mapping[int, torch.Tensor]
     measures: Measures
@@ -46,7 +48,8 @@ class Executor:
     Args:
         transport: this rank's end of the network.
         state: parameters, buffers and gradients of this rank's stages.
-        rank_of: the rank of every stage.
+        meshes: the ranks of every stage. Groups along the axes of this rank's stages must be
+            connected (``groups_of``).
         names: what to call each stage in messages, such as its module's path.
         publish: called with a short text before every action, for whoever watches the rank.
     """
@@ -55,12 +58,17 @@ class Executor:
         self,
         transport: Transport,
         state: State,
-        rank_of: Mapping[int, int],
+        meshes: Mapping[int, Mesh],
         *,
         names: Mapping[int, str] | None = None,
         publish: Callable[[str], None] | None = None,
     ) -> None:
-        self.transport, self.state, self.rank_of = transport, state, dict(rank_of)
+        self.transport, self.state, self.meshes = transport, state, dict(meshes)
+        self.members = {
+            stage: members_of(mesh, transport)
+            for stage, mesh in self.meshes.items()
+            if transport.rank in mesh.ranks
+        }
         self.names = dict(names or {})
         self.publish = publish or (lambda text: None)
         self._uses: dict[int, tuple[StageProgram, Counter[str]]] = {}
@@ -70,7 +78,7 @@ class Executor:
         self,
         schedule: Schedule,
         programs: Sequence[Mapping[int, StageProgram]],
-        prepared: Sequence[Prepared],
+        prepared: Sequence[Mapping[int, Prepared]],
         *,
         number: int = 0,
         measure: bool = False,
@@ -79,8 +87,9 @@ class Executor:
 
         Args:
             schedule: of all ranks; this one runs its own actions and keeps the windows.
-            programs: per microbatch, this rank's stages by index.
-            prepared: per microbatch, the values of its inputs.
+            programs: per microbatch, the programs of this rank's stages by index, each for the
+                rank's data lane of that stage; a stage with nothing to do is left out.
+            prepared: per microbatch, the values of the inputs of these programs.
             number: of the step, for messages.
             measure: also count host reads and the peak of live bytes.
 
@@ -93,7 +102,7 @@ class Executor:
             for action in schedule.actions[self.transport.rank]:
                 self.publish(f"{action} of step {number}")
                 try:
-                    _HANDLERS[action.kind](step, action, step.table(action).program)
+                    step.act(action)
                 except Exception as error:
                     raise self._explained(action, number, error) from error
                 step.observe()
@@ -103,6 +112,11 @@ class Executor:
         if step.reads is not None:
             step.measures.host_reads = step.reads.count
         return StepResult(step.losses, step.measures)
+
+    def counts_loss(self, stage: int) -> bool:
+        """Whether this rank is the first of its data lane."""
+        mesh, rank = self.meshes[stage], self.transport.rank
+        return all(mesh.place(rank, axis.name) == 0 for axis in mesh.axes)
 
     def uses_of(self, program: StageProgram) -> Counter[str]:
         """Uses of every name in ``program``; counted once per program."""
@@ -121,7 +135,7 @@ class Executor:
         where = f"stage {action.stage}" + (f", {name}" if name else "")
         peer = ""
         if action.peer is not None:
-            peer = f" (stage {action.peer} is on rank {self.rank_of.get(action.peer)})"
+            peer = f" (stage {action.peer} is on {_on(self.meshes.get(action.peer))})"
         kind = PeerLostError if isinstance(error, PeerLostError) else RunError
         text = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
         return kind(
@@ -130,17 +144,9 @@ class Executor:
         )
 
 
-@dataclass(frozen=True)
-class _Arrival:
-    """The receive of one value; its end tells the outbox."""
-
-    handle: Handle
-    outbox: Outbox
-    action: Action
-
-    def wait(self) -> None:
-        self.handle.wait()
-        self.outbox.arrived(self.action)
+def _on(mesh: Mesh | None) -> str:
+    ranks = mesh.ranks if mesh is not None else ()
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks)) or '?'}"
 
 
 class _Step:
@@ -151,7 +157,7 @@ class _Step:
         executor: Executor,
         schedule: Schedule,
         programs: Sequence[Mapping[int, StageProgram]],
-        prepared: Sequence[Prepared],
+        prepared: Sequence[Mapping[int, Prepared]],
         measure: bool,
     ) -> None:
         self.executor, self.programs, self.prepared = executor, programs, prepared
@@ -161,34 +167,49 @@ class _Step:
         self.losses: dict[int, torch.Tensor] = {}
         self.reads = HostReads() if measure else None
         self.measures = Measures(peak_live_bytes=0 if measure else None)
+        self.exchange = Exchange(self.transport, self.outbox, self.measures)
+
+    def act(self, action: Action) -> None:
+        """Run one action, or skip it where this rank's data lane has nothing to do."""
+        program = self.programs[action.microbatch].get(action.stage)
+        todo = None if program is None else _TODO[action.kind](program, action.peer)
+        if todo is None:
+            self.skip(action)
+        elif isinstance(todo, Segment):
+            self.run(todo, action)
+        elif action.kind.startswith("SEND"):
+            self.send(todo, action)
+        else:
+            self.receive(todo, action)
+
+    def skip(self, action: Action) -> None:
+        """Lanes share one list of actions; where there is but one lane, nothing may be missing."""
+        stages = (action.stage,) if action.peer is None else (action.stage, action.peer)
+        if all(self.executor.meshes[stage].size("data") == 1 for stage in stages):
+            raise RunError(explain(f"stage {action.stage}", expected=f"a program for {action}"))
+        if action.kind.startswith("SEND"):
+            self.outbox.sent(action, {})
 
     def table(self, action: Action) -> LiveValues:
         """The live values of the action's stage and microbatch."""
         key = (action.stage, action.microbatch)
         if key not in self.live:
-            program = self.programs[action.microbatch].get(action.stage)
-            if program is None:
-                raise RunError(explain(f"stage {action.stage}", expected="a program on this rank"))
-            uses = self.executor.uses_of(program)
-            self.live[key] = LiveValues(program, uses)
+            program = self.programs[action.microbatch][action.stage]
+            self.live[key] = LiveValues(program, self.executor.uses_of(program))
         return self.live[key]
 
-    def forward(self, segment: Segment, action: Action) -> None:
-        """Keep the stage's window, then run."""
-        self.outbox.forward_starts(action)
-        self.run(segment, action)
-
-    def run(self, segment: Segment | None, action: Action) -> None:
+    def run(self, segment: Segment, action: Action) -> None:
         """Read the inputs, drop what this uses last, call the graph, store the outputs."""
+        if action.kind == "F":
+            self.outbox.forward_starts(action)
         table = self.table(action)
-        if segment is None:
-            raise RunError(explain(f"stage {action.stage}", expected=f"a segment for {action}"))
-        inputs = [self.value(name, action.microbatch, table) for name in segment.inputs]
+        inputs = [self.value(name, action, table) for name in segment.inputs]
         # torch.compile falls back to the plain graph while such a mode is on.
         interpreted = isinstance(segment.graph, fx.GraphModule)
         call = self.executor.boxed(segment)
         table.used(segment)
-        with self.reads if interpreted and self.reads else nullcontext():
+        counted = self.reads if interpreted and self.reads else nullcontext()
+        with members(self.executor.members[action.stage]), counted:
             outputs: Sequence[Value] = call(inputs)
         if len(outputs) != len(segment.outputs):
             expected = f"{len(segment.outputs)} outputs"
@@ -196,7 +217,7 @@ class _Step:
         for name, value in zip(segment.outputs, outputs, strict=True):
             self.keep(name, value, action.microbatch, table)
 
-    def value(self, name: str, microbatch: int, table: LiveValues) -> torch.Tensor:
+    def value(self, name: str, action: Action, table: LiveValues) -> torch.Tensor:
         """What a segment reads under ``name``."""
         prefix, _, rest = name.partition(":")
         if prefix == "p":
@@ -205,7 +226,7 @@ class _Step:
             return self.state.buffers[rest]
         if prefix == "x" and name not in table:
             kind, _, key = rest.partition(":")
-            value = self.prepared[microbatch].values[kind, key]
+            value = self.prepared[action.microbatch][action.stage].values[kind, key]
             table.store(name, value.to(self.transport.device, non_blocking=True))
         return table.read(name)
 
@@ -220,42 +241,23 @@ class _Step:
             assert value is not None
             self.state.set_buffer(rest, value)
             return
-        if name == table.program.loss:
+        if name == table.program.loss and self.executor.counts_loss(table.program.stage):
             assert value is not None
             self.losses[microbatch] = value
         table.store(name, value)
 
-    def send(self, transfers: Iterable[Transfer], action: Action) -> None:
+    def send(self, transfer: Transfer, action: Action) -> None:
         """Start to send a transfer's values."""
-        transfer, peer = self.find(transfers, action)
         table = self.table(action)
-        forward = action.kind == "SEND_F"
-        handles = []
-        for name, spec in zip(transfer.values, transfer.specs, strict=True):
-            tensor = to_wire(table.read(name), spec)
-            if tensor.dtype != spec.dtype or tensor.numel() != math.prod(spec.shape):
-                got = f"{tensor.dtype} with {tensor.numel()} elements"
-                raise RunError(explain(name, expected=f"{spec.dtype} {spec.shape}", got=got))
-            handles.append(self.transport.send(tensor, peer))
-            self.measures.count_send(tensor, forward=forward)
+        values = {name: table.read(name) for name in transfer.values}
+        self.exchange.send(transfer, action, values)
         table.used(transfer)
-        self.outbox.sent(action, handles)
 
-    def receive(self, transfers: Iterable[Transfer], action: Action) -> None:
+    def receive(self, transfer: Transfer, action: Action) -> None:
         """Post the receives of a transfer; whoever reads the values waits for them."""
-        transfer, peer = self.find(transfers, action)
         table = self.table(action)
-        for name, spec in zip(transfer.values, transfer.specs, strict=True):
-            buffer, value = receive_buffer(spec, self.transport.device)
-            handle = _Arrival(self.transport.receive(buffer, peer), self.outbox, action)
-            table.expect(name, transfer.peer, handle, value)
-
-    def find(self, transfers: Iterable[Transfer], action: Action) -> tuple[Transfer, int]:
-        """The transfer with the action's peer stage, and the rank of that stage."""
-        for transfer in transfers:
-            if transfer.peer == action.peer:
-                return transfer, self.executor.rank_of[transfer.peer]
-        raise RunError(explain(f"stage {action.stage}", expected=f"a transfer for {action}"))
+        for name, arrival in self.exchange.receive(transfer, action).items():
+            table.expect(name, transfer.peer, arrival, arrival.value)
 
     def finish(self) -> None:
         """Wait for all transfers."""
@@ -268,19 +270,26 @@ class _Step:
         if self.measures.peak_live_bytes is None:
             return
         state = self.state
-        inputs = (value for item in self.prepared for value in item.values.values())
+        prepared = (item for stages in self.prepared for item in stages.values())
+        inputs = (value for item in prepared for value in item.values.values())
         known = storages((*state.parameters.values(), *state.buffers.values(), *inputs))
         tensors = [tensor for table in self.live.values() for tensor in table.tensors()]
         now = live_bytes(tensors, known)
         self.measures.peak_live_bytes = max(self.measures.peak_live_bytes, now)
 
 
-_HANDLERS: Mapping[str, Callable[[_Step, Action, StageProgram], None]] = {
-    "F": lambda step, action, program: step.forward(program.forward, action),
-    "I": lambda step, action, program: step.run(program.input_grad, action),
-    "W": lambda step, action, program: step.run(program.weight_grad, action),
-    "SEND_F": lambda step, action, program: step.send(program.sends_forward, action),
-    "RECV_F": lambda step, action, program: step.receive(program.receives_forward, action),
-    "SEND_B": lambda step, action, program: step.send(program.sends_backward, action),
-    "RECV_B": lambda step, action, program: step.receive(program.receives_backward, action),
+Todo = Segment | Transfer | None
+
+_TODO: Mapping[str, Callable[[StageProgram, int | None], Todo]] = {
+    "F": lambda program, peer: program.forward,
+    "I": lambda program, peer: program.input_grad,
+    "W": lambda program, peer: program.weight_grad,
+    "SEND_F": lambda program, peer: _with(program.sends_forward, peer),
+    "RECV_F": lambda program, peer: _with(program.receives_forward, peer),
+    "SEND_B": lambda program, peer: _with(program.sends_backward, peer),
+    "RECV_B": lambda program, peer: _with(program.receives_backward, peer),
 }
+
+
+def _with(transfers: Iterable[Transfer], peer: int | None) -> Transfer | None:
+    return next((transfer for transfer in transfers if transfer.peer == peer), None)

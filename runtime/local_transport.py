@@ -9,13 +9,14 @@ who waits for whom.
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 
 from mllm_compile.compiler.errors import RunError, explain
+from mllm_compile.runtime.groups import Group
 from mllm_compile.runtime.transport import Done, Handle, PeerLostError
 
 T = TypeVar("T")
@@ -29,6 +30,7 @@ class _Post:
     rank: int
     tensor: torch.Tensor
     what: str
+    purpose: str = ""
     done: bool = False
 
     def wait(self) -> None:
@@ -52,7 +54,7 @@ class LocalWorld:
         self.num_ranks = num_ranks
         self._delay = delay
         self._changed = threading.Condition()
-        self._channels: dict[tuple[int, int], _Channel] = defaultdict(_Channel)
+        self._channels: dict[tuple[int, int, str], _Channel] = defaultdict(_Channel)
         self._running = set(range(num_ranks))
         self._waiting: dict[int, _Post] = {}
         self._failure: Exception | None = None
@@ -66,7 +68,7 @@ class LocalWorld:
         if self._delay is not None:
             time.sleep(self._delay())
         with self._changed:
-            channel = self._channels[source, target]
+            channel = self._channels[source, target, post.purpose]
             (channel.sends if sends else channel.receives).append(post)
             while channel.sends and channel.receives:
                 self._deliver(source, target, channel.sends.popleft(), channel.receives.popleft())
@@ -115,39 +117,62 @@ class LocalWorld:
         return self._failure
 
 
+class _Links:
+    """Channels of one rank; those of different purposes are apart."""
+
+    def __init__(self, world: LocalWorld, rank: int) -> None:
+        self.world, self.rank = world, rank
+
+    def send(self, tensor: torch.Tensor, peer: int, purpose: str) -> Handle:
+        """See :class:`Links`."""
+        if tensor.numel() == 0:
+            return Done()
+        what = f"for rank {peer} to receive{_in(purpose)}"
+        post = _Post(self.world, self.rank, tensor, what, purpose)
+        self.world.post(self.rank, peer, post, sends=True)
+        return post
+
+    def receive(self, buffer: torch.Tensor, peer: int, purpose: str) -> Handle:
+        """See :class:`Links`."""
+        if buffer.numel() == 0:
+            return Done()
+        what = f"to receive from rank {peer}{_in(purpose)}"
+        post = _Post(self.world, self.rank, buffer, what, purpose)
+        self.world.post(peer, self.rank, post, sends=False)
+        return post
+
+
+def _in(purpose: str) -> str:
+    return f" in {purpose}" if purpose else ""
+
+
 class LocalTransport:
     """One thread's end of a :class:`LocalWorld`."""
 
     def __init__(self, world: LocalWorld, rank: int, device: torch.device) -> None:
         self.world, self.rank, self.device = world, rank, device
         self.num_ranks = world.num_ranks
+        self._links = _Links(world, rank)
 
     def send(self, tensor: torch.Tensor, peer: int) -> Handle:
         """See :class:`Transport`."""
-        if tensor.numel() == 0:
-            return Done()
-        post = _Post(self.world, self.rank, tensor, f"for rank {peer} to receive")
-        self.world.post(self.rank, peer, post, sends=True)
-        return post
+        return self._links.send(tensor, peer, "")
 
     def receive(self, buffer: torch.Tensor, peer: int) -> Handle:
         """See :class:`Transport`."""
-        if buffer.numel() == 0:
-            return Done()
-        post = _Post(self.world, self.rank, buffer, f"to receive from rank {peer}")
-        self.world.post(peer, self.rank, post, sends=False)
-        return post
+        return self._links.receive(buffer, peer, "")
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """See :class:`Transport`."""
-        parts = [torch.empty_like(tensor) for _ in range(self.num_ranks)]
-        parts[self.rank] = tensor.clone()
-        peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
-        handles = [self.receive(parts[peer], peer) for peer in peers]
-        handles += [self.send(tensor, peer) for peer in peers]
-        for handle in handles:
-            handle.wait()
-        return parts
+        world = self.group(range(self.num_ranks))
+        return world.all_gather(tensor.clone(), [tensor.shape] * self.num_ranks)
+
+    def connect(self, groups: Iterable[Sequence[int]]) -> None:
+        """See :class:`Transport`: threads are connected."""
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        """See :class:`Transport`."""
+        return Group(ranks, self.rank, self._links)
 
 
 def run_threads(

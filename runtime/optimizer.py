@@ -1,7 +1,8 @@
 """The optimizer that a request names, over the trainable parameters of one rank, and its step.
 
 Any class of torch.optim whose update of one parameter needs no other parameter will do: replicas of
-a tied weight then stay equal, because their gradients are.
+a tied weight then stay equal, because their gradients are. Where ranks hold parts of a parameter,
+the update of one number must need no other number of it either.
 """
 
 import inspect
@@ -18,12 +19,15 @@ from mllm_compile.runtime.transport import Transport
 
 
 def make_optimizer(
-    request: Optimizer, parameters: Mapping[str, nn.Parameter]
+    request: Optimizer, parameters: Mapping[str, nn.Parameter], *, divided: bool = False
 ) -> torch.optim.Optimizer | None:
     """The optimizer of this rank, over its trainable parameters in name order; None without any.
 
+    ``divided`` says whether ranks hold parts of some trainable parameter.
+
     Raises:
-        RequestError: torch.optim has no such class, or it does not take these options.
+        RequestError: torch.optim has no such class, it does not take these options, or it needs
+            whole parameters where they are divided.
     """
     kind = _optimizer_class(request.name)
     options: dict[str, Any] = {"lr": request.lr}
@@ -37,6 +41,9 @@ def make_optimizer(
     if not trainable:
         return None
     try:
+        if divided and not _is_elementwise(kind, options):
+            expected = "an optimizer that updates number by number, as parameters are divided"
+            raise RequestError(explain("[optimizer] name", expected=expected, got=request.name))
         return kind(trainable, **options)
     except ValueError as error:
         raise RequestError(f"[optimizer] {request.name}: {error}") from error
@@ -60,6 +67,18 @@ def update(
         optimizer.step()
     state.zero()
     return norm
+
+
+def _is_elementwise(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:
+    """Whether two steps of a matrix are those of its halves."""
+    whole = torch.linspace(0.1, 2.0, 12, dtype=torch.float64).view(4, 3)
+    parts = nn.Parameter(whole.clone()), *map(nn.Parameter, torch.split(whole.clone(), 2))
+    for part in parts:
+        optimizer = kind([part], **options)
+        for scale in (1.0, -3.0):
+            part.grad = scale * part.detach().sin()
+            optimizer.step()
+    return torch.equal(parts[0], torch.cat(parts[1:]))
 
 
 def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:

@@ -2,15 +2,20 @@
 
 A *channel* is an ordered pair of ranks. Sends and receives of one channel pair up in the order in
 which its two ends post them; nothing is negotiated, so both ends must agree on shape and dtype
-beforehand (``Transfer.specs``). A value without elements is never sent.
+beforehand. A tensor without elements is never sent. Collectives of a group of ranks run on channels
+of their own and never wait behind a transfer.
 """
 
-from typing import Protocol
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from mllm_compile.compiler.captured import TensorSpec
 from mllm_compile.compiler.errors import RunError
+
+if TYPE_CHECKING:
+    from mllm_compile.runtime.groups import Group
 
 
 class PeerLostError(RunError):
@@ -44,35 +49,30 @@ class Transport(Protocol):
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all ranks, in rank order; every rank takes part with an equal shape."""
 
+    def connect(self, groups: Iterable[Sequence[int]]) -> None:
+        """Prepare groups of ranks; every rank of the job calls it alike, members or not."""
 
-def to_wire(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """The contiguous form in which a value travels: dims from the largest stride of ``spec`` down.
+    def group(self, ranks: Sequence[int]) -> "Group":
+        """The communicator of a connected group that this rank is a member of."""
 
-    A copy is made only if the tensor is not laid out as ``spec`` says.
+
+def wire(tensor: torch.Tensor) -> torch.Tensor:
+    """The form in which a tensor travels: contiguous, not lazily conjugated or negated.
+
+    A copy is made only if the tensor is not so already.
     """
-    return tensor.resolve_conj().resolve_neg().permute(_order(spec)).contiguous()
-
-
-def receive_buffer(
-    spec: TensorSpec, device: torch.device | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A fresh buffer for ``Transport.receive``, and the view of it that has the shape of ``spec``.
-
-    The view has the strides of ``spec`` too, if these describe a dense tensor.
-    """
-    order = _order(spec)
-    buffer = torch.empty([spec.shape[dim] for dim in order], dtype=spec.dtype, device=device)
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return buffer, buffer.permute(back)
-
-
-def _order(spec: TensorSpec) -> list[int]:
-    return sorted(range(len(spec.shape)), key=lambda dim: -spec.stride[dim])
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as a flat uint8 view: backends differ in the dtypes that they accept."""
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def reason(error: RuntimeError) -> str:
+    """A backend's reason in short: without its source position and its advice."""
+    line = str(error).strip().partition("\n")[0]
+    return re.sub(r"^\[[^]]*\]\s*", "", line).partition(". ")[0]
 
 
 class Done:

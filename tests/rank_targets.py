@@ -6,16 +6,19 @@ import sys
 import time
 from typing import Any
 
+import pytest
 import torch
 
-from mllm_compile.compiler.errors import GuardError
+from mllm_compile.compiler.errors import GuardError, RunError
 from mllm_compile.compiler.request import Optimizer
 from mllm_compile.runtime import checkpoint
 from mllm_compile.runtime.distributed_transport import DistributedTransport
+from mllm_compile.runtime.groups import NativeGroup
 from mllm_compile.runtime.optimizer import make_optimizer
 from mllm_compile.runtime.rank_main import RankContext
 from mllm_compile.runtime.state import State
 from mllm_compile.runtime.transport import PeerLostError
+from tests import group_work
 from tests.three_stages import batches, model, run_rank
 
 CPU = torch.device("cpu")
@@ -135,3 +138,30 @@ def checkpointed(context: RankContext, payload: dict[str, Any]) -> dict[str, tor
     for name, parameter in state.parameters.items():
         found.update({f"{name} {k}": value for k, value in optimizer.state[parameter].items()})
     return found
+
+
+def collectives(context: RankContext, payload: dict[str, Any]) -> Any:
+    """All calls of the n-th group with seed n, and transfers that stay under way meanwhile."""
+    transport = DistributedTransport(CPU, CHANNELS)
+    transport.connect(payload["groups"])
+    transport.connect(payload["groups"][:1])  # known ones stay
+    peers = [peer for peer in range(transport.num_ranks) if peer != context.rank]
+    buffers = [torch.zeros(1) for _ in peers]
+    handles = [transport.receive(b, peer) for b, peer in zip(buffers, peers, strict=True)]
+    results = {}
+    for seed, ranks in enumerate(payload["groups"]):
+        if context.rank in ranks:
+            group = transport.group(ranks)
+            if payload["native"]:
+                links = group._links
+                group = NativeGroup(ranks, context.rank, links, links.group)
+            results[ranks] = group_work.run(group, seed)
+    handles += [transport.send(torch.tensor([1.0 + context.rank]), peer) for peer in peers]
+    for handle in handles:
+        handle.wait()
+    assert [float(buffer) for buffer in buffers] == [1.0 + peer for peer in peers]
+    if context.rank == 1:
+        with pytest.raises(RunError, match=r"rank 1, group \(0, 2\): expected one that all ranks"):
+            transport.group((0, 2))
+    transport.close()
+    return results

@@ -9,7 +9,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mllm_compile.compiler.action import Action
 from mllm_compile.compiler.captured import Prepared, TensorSpec
-from mllm_compile.compiler.program import Segment, StageProgram, Transfer
+from mllm_compile.compiler.holding import Holding
+from mllm_compile.compiler.mesh import Mesh
+from mllm_compile.compiler.program import Piece, Segment, StageProgram, Transfer
 
 Values = dict[str, torch.Tensor]
 
@@ -82,9 +84,7 @@ def _lower(
 
     def transfers(pairs: Mapping[int, list[str]], prefix: str = "") -> tuple[Transfer, ...]:
         return tuple(
-            Transfer(
-                peer, tuple(prefix + n for n in names), tuple(map(_spec, map(known.get, names)))
-            )
+            whole_transfer(peer, {prefix + name: known[name] for name in names})
             for peer, names in sorted(pairs.items())
             if names
         )
@@ -116,9 +116,13 @@ def _lower(
     )
 
 
-def _spec(tensor: torch.Tensor | None) -> TensorSpec:
-    assert tensor is not None
-    return TensorSpec.of(tensor)
+def whole_transfer(peer: int, values: Values) -> Transfer:
+    """Between two stages of one rank each, which have the numbers of the stages."""
+    specs = tuple(TensorSpec.of(value) for value in values.values())
+    pieces = tuple(
+        Piece(peer, name, Holding.whole(value.shape).region) for name, value in values.items()
+    )
+    return Transfer(peer, tuple(values), specs, pieces)
 
 
 def schedule(
@@ -152,6 +156,11 @@ def _backward(stage: int, m: int, program: StageProgram) -> list[Action]:
         *(Action(stage, "SEND_B", m, t.peer) for t in program.sends_backward),
         *([Action(stage, "W", m)] if program.weight_grad else []),
     ]
+
+
+def alone(rank: int) -> Mesh:
+    """The mesh of a stage of one rank."""
+    return Mesh((rank,), (1, 1, 1, 1))
 
 
 def prepared(batch: Values) -> Prepared:

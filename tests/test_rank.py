@@ -9,6 +9,7 @@ from mllm_compile.compiler.request import ModuleSpec, Optimizer, Request
 from mllm_compile.model import load_workload, microbatches, ready_model
 from mllm_compile.rank import Rank
 from mllm_compile.runtime.local_transport import LocalTransport, run_threads
+from mllm_compile.runtime.placement import Placement
 
 MOVED = "model.multi_modal_projector.linear_1.weight"
 REQUEST = Request(
@@ -31,7 +32,7 @@ def test_a_parameter_comes_to_its_new_rank_as_trained(
     step = compiler.step(microbatches(REQUEST, workload, 0))
     compiler.lower_all(step)
     first = dict(compiler.model.named_parameters())[MOVED].detach().clone()
-    real = rank_module._holders
+    real = rank_module._placements
 
     def rank_main(transport: LocalTransport) -> tuple[Rank, torch.Tensor | None, dict]:
         rank = Rank(compiler, transport, private=True)
@@ -42,7 +43,12 @@ def test_a_parameter_comes_to_its_new_rank_as_trained(
             trained = rank.state.parameters[MOVED]
             kept = {key: value.clone() for key, value in rank.optimizer.state[trained].items()}
             monkeypatch.setattr(
-                rank_module, "_holders", lambda plans: {**real(plans), MOVED: holders}
+                rank_module,
+                "_placements",
+                lambda *given: {
+                    **real(*given),
+                    MOVED: Placement.replicated(trained.shape, holders),
+                },
             )
         transport.all_gather(torch.zeros(1))
         rank._settled = 0
@@ -59,4 +65,4 @@ def test_a_parameter_comes_to_its_new_rank_as_trained(
     assert all(torch.equal(new.optimizer.state[arrived][key], kept[key]) for key in kept)
     assert any(arrived is p for group in new.optimizer.param_groups for p in group["params"])
     assert (MOVED in old.state.parameters) == (0 in holders)
-    assert (MOVED in new.state.holders) == (len(holders) > 1)
+    assert (MOVED in new.state.placements) == (len(holders) > 1)

@@ -11,14 +11,13 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mllm_compile.compiler.action import Action, Schedule
-from mllm_compile.compiler.captured import TensorSpec
 from mllm_compile.compiler.errors import RunError
 from mllm_compile.compiler.program import Segment, StageProgram, Transfer
 from mllm_compile.runtime.boxed import boxed
 from mllm_compile.runtime.executor import Executor, StepResult
 from mllm_compile.runtime.local_transport import LocalTransport, run_threads
 from mllm_compile.runtime.state import State
-from tests.stage_programs import Values, lower, prepared
+from tests.stage_programs import Values, alone, lower, prepared, whole_transfer
 from tests.three_stages import HELD_BY, WIDTH, Work, batches, model, plain, plan_of, run_rank
 
 
@@ -174,11 +173,11 @@ def test_buffers_take_their_new_values_from_one_microbatch_to_the_next() -> None
     buffer, x = torch.tensor(1.0), torch.tensor(10.0)
     program = single(count, {"b:seen": buffer, "x:batch:x": x}, ("%loss", "u:seen"))
     state = State({}, {"seen": buffer})
-    work = [prepared({"x:batch:x": x})] * 3
+    work = [{0: prepared({"x:batch:x": x})}] * 3
     schedule_ = Schedule({0: tuple(Action(0, "F", m) for m in range(3))})
 
     def rank_main(transport: LocalTransport) -> StepResult:
-        return Executor(transport, state, {0: 0}).step(schedule_, [{0: program}] * 3, work)
+        return Executor(transport, state, {0: alone(0)}).step(schedule_, [{0: program}] * 3, work)
 
     (result,) = run_threads(1, rank_main)
     assert [result.losses[m].item() for m in range(3)] == [10.0, 20.0, 30.0]
@@ -199,8 +198,8 @@ def test_host_reads_are_counted(reads: Callable[..., torch.Tensor], count: int) 
     program = single(lambda x: (reads(x),), {"x:batch:x": x}, ("%loss",))
 
     def rank_main(transport: LocalTransport) -> StepResult:
-        executor = Executor(transport, State({}), {0: 0})
-        work = [prepared({"x:batch:x": x})]
+        executor = Executor(transport, State({}), {0: alone(0)})
+        work = [{0: prepared({"x:batch:x": x})}]
         return executor.step(Schedule.from_text("0: 0F0"), [{0: program}], work, measure=True)
 
     assert run_threads(1, rank_main)[0].measures.host_reads == count
@@ -208,13 +207,15 @@ def test_host_reads_are_counted(reads: Callable[..., torch.Tensor], count: int) 
 
 def test_a_value_that_is_not_as_announced_is_refused() -> None:
     x = torch.ones(2)
-    send = Transfer(1, ("%loss",), (TensorSpec((2,), (1,), torch.float64),))
+    send = whole_transfer(1, {"%loss": x.double()})
     program = single(lambda x: (x + 1,), {"x:batch:x": x}, ("%loss",), sends=(send,))
 
     def rank_main(transport: LocalTransport) -> None:
-        executor = Executor(transport, State({}), {0: 0, 1: 1}, names={0: "model.vision"})
+        executor = Executor(
+            transport, State({}), {0: alone(0), 1: alone(1)}, names={0: "model.vision"}
+        )
         schedule_ = Schedule.from_text("0: 0F0,0SEND_F0>1")
-        executor.step(schedule_, [{0: program}], [prepared({"x:batch:x": x})])
+        executor.step(schedule_, [{0: program}], [{0: prepared({"x:batch:x": x})}])
 
     message = r"rank 0 \(stage 0, model.vision\) failed during 0SEND_F0>1 .*float64.*got .*float32"
     with pytest.raises(RunError, match=message):
@@ -237,8 +238,8 @@ def test_measuring_does_not_switch_compiled_segments_off() -> None:
     program = replace(program, forward=replace(program.forward, graph=graph))
 
     def rank_main(transport: LocalTransport) -> None:
-        executor = Executor(transport, State({}), {0: 0})
-        work = [prepared({"x:batch:x": x})]
+        executor = Executor(transport, State({}), {0: alone(0)})
+        work = [{0: prepared({"x:batch:x": x})}]
         executor.step(Schedule.from_text("0: 0F0"), [{0: program}], work, measure=True)
 
     run_threads(1, rank_main)

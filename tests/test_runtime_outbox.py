@@ -19,7 +19,7 @@ class Message:
 
 def send(outbox: Outbox, received: set[str], text: str) -> Message:
     message = Message(received, text)
-    outbox.sent(Action.parse(text), [message])
+    outbox.sent(Action.parse(text), {int(text[-1]): [message]})
     return message
 
 
@@ -35,13 +35,13 @@ def test_an_arrival_proves_what_the_peer_posted_before() -> None:
     received = {"0SEND_F0>1", "1SEND_B0>0"}
     first, last = Outbox(SCHEDULE, 0), Outbox(SCHEDULE, 1)
     f0, f1 = (send(first, received, text) for text in ("0SEND_F0>1", "0SEND_F1>1"))
-    first.arrived(Action.parse("0RECV_B0<1"))
+    first.arrived(Action.parse("0RECV_B0<1"), 1)
     assert (f0.over, f1.over) == (True, False)
     b0 = send(last, received, "1SEND_B0>0")
-    last.arrived(Action.parse("1RECV_F1<0"))
+    last.arrived(Action.parse("1RECV_F1<0"), 0)
     assert not b0.over
     b1 = send(last, received, "1SEND_B1>0")
-    last.arrived(Action.parse("1RECV_F2<0"))
+    last.arrived(Action.parse("1RECV_F2<0"), 0)
     assert (b0.over, b1.over) == (True, False)
 
 

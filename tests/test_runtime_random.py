@@ -15,7 +15,7 @@ from mllm_compile.passes.schedule import make_schedule
 from mllm_compile.runtime.executor import Executor, StepResult
 from mllm_compile.runtime.local_transport import LocalTransport, run_threads
 from mllm_compile.runtime.state import State
-from tests.stage_programs import HandStage, Values, lower, prepared
+from tests.stage_programs import HandStage, Values, alone, lower, prepared
 from tests.three_stages import Work, plain
 
 Edges = list[tuple[int, int]]
@@ -86,8 +86,8 @@ def test_random_pipelines_equal_one_process(seed: int) -> None:
         name = f"w{transport.rank}"
         own = nn.Parameter(parameters[name].detach().clone(), parameters[name].requires_grad)
         state = State({name: own})
-        executor = Executor(transport, state, {s: s for s in range(count)})
-        inputs = [prepared(values) for _, values in work]
+        executor = Executor(transport, state, {s: alone(s) for s in range(count)})
+        inputs = [dict.fromkeys(range(count), prepared(values)) for _, values in work]
         result = executor.step(schedule, programs, inputs)
         state.finish(transport)
         return result, state

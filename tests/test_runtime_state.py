@@ -10,6 +10,7 @@ from mllm_compile.compiler.errors import RequestError, RunError
 from mllm_compile.compiler.request import Optimizer
 from mllm_compile.runtime.local_transport import LocalTransport, run_threads
 from mllm_compile.runtime.optimizer import make_optimizer, update
+from mllm_compile.runtime.placement import Placement
 from mllm_compile.runtime.state import State
 from tests.stage_programs import lower
 from tests.three_stages import HELD_BY, batches, model, plain, run_rank, state_of
@@ -26,7 +27,7 @@ def test_the_norm_counts_a_tied_parameter_once_and_ranks_without_any() -> None:
             held["tied"] = parameter(0.0, 0.0)
         if transport.rank == 2:
             held["own"] = parameter(0.0)
-        state = State(held, {}, {"tied": (0, 2)})
+        state = State(held, {}, {"tied": Placement.replicated((2,), (0, 2))})
         for name in held:
             value = [1.0, 2.0] if name == "tied" else [7.0]
             state.accumulate(name, torch.tensor(value, dtype=torch.float64))
@@ -41,7 +42,7 @@ def test_the_norm_counts_a_tied_parameter_once_and_ranks_without_any() -> None:
 def test_a_tied_gradient_may_be_absent_on_some_holders(present: tuple[int, ...]) -> None:
     def rank_main(transport: LocalTransport) -> torch.Tensor | None:
         held = {"tied": parameter(0.0)} if transport.rank != 1 else {}
-        state = State(held, {}, {"tied": (2, 0)})
+        state = State(held, {}, {"tied": Placement.replicated((1,), (2, 0))})
         if transport.rank in present:
             state.accumulate("tied", torch.tensor([1.0 + transport.rank], dtype=torch.float64))
         state.finish(transport)

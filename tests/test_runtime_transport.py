@@ -4,11 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from mllm_compile.compiler.captured import TensorSpec
 from mllm_compile.compiler.errors import RunError
 from mllm_compile.runtime.launch import launch
 from mllm_compile.runtime.local_transport import LocalTransport, run_threads
-from mllm_compile.runtime.transport import receive_buffer, to_wire
 from tests.three_stages import HELD_BY, batches, model, plain
 
 DTYPES = (
@@ -99,22 +97,3 @@ def test_a_failing_thread_ends_the_others() -> None:
 
     with pytest.raises(ValueError, match="broken"):
         run_threads(3, rank_main)
-
-
-def test_layout_survives_without_a_copy() -> None:
-    value = torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1)
-    spec = TensorSpec.of(value)
-    wire = to_wire(value, spec)
-    assert wire.is_contiguous()
-    assert wire.data_ptr() == value.data_ptr()
-    buffer, view = receive_buffer(spec)
-    buffer.copy_(wire)
-    assert torch.equal(view, value)
-    assert view.stride() == value.stride()
-
-
-def test_lazy_conjugates_and_expanded_values_are_written_out() -> None:
-    value = torch.tensor([1 + 2j]).conj().expand(3)
-    buffer, view = receive_buffer(TensorSpec.of(value))
-    buffer.view(torch.uint8).copy_(to_wire(value, TensorSpec.of(value)).view(torch.uint8))
-    assert view.tolist() == [1 - 2j] * 3

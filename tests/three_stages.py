@@ -13,9 +13,10 @@ from torch import nn
 from mllm_compile.compiler.action import Schedule
 from mllm_compile.compiler.program import StageProgram
 from mllm_compile.runtime.executor import Executor, StepResult
+from mllm_compile.runtime.placement import Placement
 from mllm_compile.runtime.state import State
 from mllm_compile.runtime.transport import Transport
-from tests.stage_programs import HandStage, Values, lower, prepared, schedule
+from tests.stage_programs import HandStage, Values, alone, lower, prepared, schedule
 
 Work = list[tuple[tuple[HandStage, ...], Values]]
 
@@ -56,6 +57,7 @@ TEXT_STAGES = (
     HandStage(1, first_half_of_text, ("p:tied", "x:batch:tokens"), ("%a",)),
     HandStage(2, second_half_of_text, ("%a", "p:tied", "p:scale"), ("%loss",), "%loss"),
 )
+MESHES = {stage: alone(stage) for stage in range(3)}
 HELD_BY = {0: ("vision",), 1: ("tied",), 2: ("tied", "scale")}
 
 
@@ -108,7 +110,7 @@ def state_of(rank: int, parameters: Mapping[str, nn.Parameter]) -> State:
         name: nn.Parameter(parameters[name].detach().clone(), parameters[name].requires_grad)
         for name in HELD_BY[rank]
     }
-    return State(own, {}, {"tied": (1, 2)})
+    return State(own, {}, {"tied": Placement.replicated((WIDTH, WIDTH), (1, 2))})
 
 
 def run_rank(
@@ -127,9 +129,10 @@ def run_rank(
     """
     programs = programs or [lower(stages, parameters, values) for stages, values in work]
     own = state or state_of(transport.rank, parameters)
-    executor = Executor(transport, own, {0: 0, 1: 1, 2: 2}, publish=publish)
-    inputs = [prepared(values) for _, values in work]
+    executor = Executor(transport, own, MESHES, publish=publish)
+    inputs = [dict.fromkeys(MESHES, prepared(values)) for _, values in work]
     result = executor.step(plan or plan_of(programs), programs, inputs, number=7, measure=True)
     if state is None:
+        transport.connect(own.groups)
         own.finish(transport)
     return result, own
