@@ -9,9 +9,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def launch(
             got = f"WORLD_SIZE={context.num_ranks}"
             raise RequestError(explain("ranks", expected=str(num_ranks), got=got))
         return {context.rank: resolve(target)(context, payload)}
-    with tempfile.TemporaryDirectory(prefix="mllm-compile-") as name:
+    with _terminable(), tempfile.TemporaryDirectory(prefix="mllm-compile-") as name:
         directory = Path(name)
         order = {
             "target": target,
@@ -87,6 +88,23 @@ def launch(
             rank: torch.load(directory / f"result-{rank}.pt", weights_only=False)
             for rank in range(num_ranks)
         }
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends this process like an error: the ranks and the directory go first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -352,6 +353,22 @@ def test_a_rank_that_fails_ends_the_run_in_one_paragraph(request_file) -> None:
     assert done.returncode == 2
     assert "Traceback" not in done.stderr.splitlines()[-1]
     assert done.stderr.splitlines()[-1].startswith("mllm-compile run: ")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_is_stopped_leaves_nothing(request_file, number, code) -> None:
+    Path("scratch").mkdir()
+    command = [sys.executable, "-m", "mllm_compile", "run", "request.toml", "--steps", "1000000"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(Path("scratch").resolve())}
+    started = subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert started.stdout is not None
+    assert started.stdout.readline().startswith("step 1/")
+    started.send_signal(number)
+    _, told = started.communicate(timeout=20)
+    assert (started.returncode, told) == (code, "")
+    assert not list(Path("scratch").glob("mllm-compile-*"))
 
 
 def test_a_reader_that_stops_early_is_no_error(request_file) -> None:

@@ -108,13 +108,18 @@ def test_a_rank_killed_from_outside_while_others_hang(mark: str) -> None:
 
 @linux
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_no_orphans_when_the_launcher_ends(mark: str, number: signal.Signals) -> None:
+def test_no_orphans_when_the_launcher_ends(
+    mark: str, number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     launcher = _launcher("sleeps", "None", 2)
     _wait_for_ranks(mark, 2)
     launcher.send_signal(number)
     launcher.communicate(timeout=LIMIT_SECONDS)
     assert launcher.returncode != 0
     assert not marked(mark, wait=LIMIT_SECONDS)
+    if number != signal.SIGKILL:
+        assert not list(tmp_path.glob("mllm-compile-*"))
 
 
 def _launcher(target: str, payload: str, num_ranks: int) -> subprocess.Popen[str]:
