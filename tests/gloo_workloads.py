@@ -1,0 +1,14 @@
+"""Workloads that ranks in processes of their own find by name."""
+
+from mllm_compile.workload import Workload
+from tests.parity import evenly, workload_of
+
+
+def llava() -> Workload:
+    """LLaVA on samples of one length."""
+    return evenly(workload_of("llava"))
+
+
+def vision_audio_llm() -> Workload:
+    """Two encoders before one language model, on samples of one length."""
+    return evenly(workload_of("vision_audio_llm"))
