@@ -3,8 +3,10 @@
 import random
 
 import pytest
+import torch
 
-from mllm_compile.verify import verify
+from mllm_compile.runtime.measures import Measures
+from mllm_compile.verify import RankResult, compare, verify
 from tests.families import MODULES
 from tests.parity import assert_passed, evenly, request_of, verified, workload_of
 
@@ -55,3 +57,19 @@ def test_float32_is_compared_at_its_own_tolerance():
     assert_passed(result)
     assert result.tolerance == 1e-5
     assert result.max_error > 1e-12, "float32 cannot be this exact: the dtype was not honoured"
+
+
+def test_bfloat16_is_compared_at_its_own_tolerance():
+    request = request_of(MODULES["llava"], [1, 1, 2], dtype="bfloat16")
+    result = verify(request, evenly(workload_of("llava")), in_process=True)
+    assert_passed(result)
+    assert 1e-5 < result.max_error < result.tolerance == 5e-2
+
+
+def test_a_wrong_gradient_in_bfloat16_is_found():
+    request = request_of(MODULES["llava"], [1, 1, 2], dtype="bfloat16")
+    gradients = {"a": torch.ones(4, dtype=torch.bfloat16), "b": torch.full((4,), 1e-2)}
+    wrong = {**gradients, "b": gradients["b"] * 1.1}
+    for found, passed in ((gradients, True), (wrong, False)):
+        result = RankResult(torch.tensor(1.0), found, Measures())
+        assert compare(request, [result], 1.0, gradients).passed is passed
