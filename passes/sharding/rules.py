@@ -101,7 +101,7 @@ RULES: dict[str, Rule] = {
     # along a dim
     "aten::slice": resized(),
     "aten::constant_pad_nd": resized(padding),
-    "aten::upsample_linear1d": resized(),
+    "aten::upsample_linear1d": "n c h! -> n c e! | 0",
     "aten::select": taken_out,
     "aten::unbind": taken_out,
     "aten::split": along("dim", "0"),
