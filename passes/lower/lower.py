@@ -1,16 +1,24 @@
 """Lower a finished plan: the graphs of each stage. Its transfers differ by rank: transfers.py."""
 
+from collections.abc import Mapping
+
 from mllm_compile.compiler.plan import Plan
 from mllm_compile.compiler.program import StageProgram
 from mllm_compile.compiler.stage import Stage
+from mllm_compile.kernels.collective.members import members
 from mllm_compile.passes.lower.differentiate import differentiate
 from mllm_compile.passes.lower.extract import extract
+from mllm_compile.passes.lower.localize import localize, members_of
 
 
-def lower(plan: Plan, stage: Stage) -> StageProgram:
-    """``plan, stage -> StageProgram`` without transfers: extract and differentiate."""
-    extracted = extract(plan, stage)
-    segments = differentiate(extracted)
+def lower(plan: Plan, stage: Stage, places: Mapping[str, int] | None = None) -> StageProgram:
+    """``plan, stage -> StageProgram`` without transfers: extract, localize and differentiate.
+
+    ``places`` are those of the rank along the axes of the module's sharding, if it has any.
+    """
+    extracted = localize(extract(plan, stage), plan, stage.index, places or {})
+    with members(members_of(plan, stage.index, places or {})):
+        segments = differentiate(extracted)
     return StageProgram(
         stage=stage.index,
         forward=segments.forward,

@@ -35,6 +35,8 @@ def closure(roots: Iterable[fx.Node]) -> set[fx.Node]:
 def tidy(graph: fx.Graph) -> None:
     """Rewrite in place: under no_grad ``detach(x)`` is ``x``, and ``t(t(x))`` is ``x`` anywhere.
 
+    So is a conversion between R and V, which differ in their gradients alone.
+
     A view becomes a reshape: some operators lay their results out otherwise than their fakes said,
     and where both are possible they are the same.
     """
@@ -45,4 +47,11 @@ def tidy(graph: fx.Graph) -> None:
             node.replace_all_uses_with(node.args[0])
         elif node.target is aten.t.default and node.args[0].target is aten.t.default:
             node.replace_all_uses_with(node.args[0].args[0])
+        elif _is_copy(node) and not any(user.op == "output" for user in node.users):
+            node.replace_all_uses_with(node.args[0])
     graph.eliminate_dead_code()
+
+
+def _is_copy(node: fx.Node) -> bool:
+    """Whether the node converts between layouts in which a value is the same."""
+    return str(node.target) == "mllm.convert.default" and {*node.args[1:3]} <= {"R", "V"}

@@ -1,4 +1,4 @@
-"""What a node calls on local values: its own operator, with those arguments that tell sizes local."""
+"""What a node calls on local values: its operator, with local sizes where arguments are sizes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod

@@ -31,11 +31,10 @@ def layer_norm(call: Call) -> str:
 def attention(call: Call) -> str:
     """Samples, heads (in groups that share a key) and queries are free; mask and bias broadcast.
 
-    Under the plain causal flag a query's place decides what it sees: queries are whole.
+    Lowering writes the plain causal flag of divided queries out as a mask.
     """
-    s = "s!" if call["causal"] else "s"
-    extra = f", b (g r) {s} t!" * (len(call.inputs) - 3)
-    return f"b (g r) {s} d!, b g t! d!, b g t! e!{extra} -> b (g r) {s} e!, b (g r) {s}"
+    extra = ", b (g r) s t!" * (len(call.inputs) - 3)
+    return f"b (g r) s d!, b g t! d!, b g t! e!{extra} -> b (g r) s e!, b (g r) s"
 
 
 def loss(call: Call) -> str | None:
