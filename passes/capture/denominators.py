@@ -13,7 +13,6 @@ samples (hidden size, tokens of one sample, a list of losses) is the same in eve
 Anything else makes the program right for one microbatch only.
 """
 
-import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
@@ -23,8 +22,10 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.capture.counts import Counts
+from mllm_compile.passes.capture.sample_terms import NotASum, SampleTerms
 from mllm_compile.passes.capture.spread import (
     Spread,
+    extents,
     packet,
     place,
     reduced_dims,
@@ -32,7 +33,7 @@ from mllm_compile.passes.capture.spread import (
     reduction_position,
     value_of,
 )
-from mllm_compile.passes.capture.spread_rules import scaling_factor
+from mllm_compile.passes.capture.spread_meeting import scaling_factor
 
 aten = torch.ops.aten
 
@@ -44,10 +45,6 @@ LINEAR = {
 }  # fmt: skip
 NLL = (aten.nll_loss_forward, aten.nll_loss2d_forward)
 MEAN, SUM = 1, 2  # values of the reduction argument of torch's losses
-
-
-class NotASum(Exception):
-    """The loss is not a sum over samples; the message names the operator and its line."""
 
 
 class LossTerms:
@@ -63,6 +60,7 @@ class LossTerms:
         self.counts, self.spread, self.suspicious = counts, spread, suspicious
         self.constants = constants
         self._terms: dict[fx.Node, fx.Node] = {}
+        self.samples = SampleTerms()
 
     def term(self, node: fx.Node) -> fx.Node:
         """``node`` with its means over samples divided by denominators instead."""
@@ -76,13 +74,15 @@ class LossTerms:
             return self.counts.call(node, aten.div.Tensor, node, self.counts.microbatches(node))
         if spread.mixed:
             raise NotASum(f"samples meet in {spread.mixed}")
+        if spread.part is not None:
+            return self.samples.term(node, spread)
         kind = packet(node)
+        if kind in (aten.add, aten.sub):
+            return self._copy(node, [self._part(item) for item in node.args])
         if self._pools(node):
             return self._reduction(node, kind)
         if kind in LINEAR or node.target is operator.getitem:
             return self._copy(node, [self._part(node.args[0]), *node.args[1:]])
-        if kind in (aten.add, aten.sub):
-            return self._copy(node, [self._part(item) for item in node.args])
         if kind in (aten.cat, aten.stack):
             items: Any = node.args[0]
             return self._copy(node, [[self._part(item) for item in items], *node.args[1:]])
@@ -146,7 +146,7 @@ class LossTerms:
         for literal in literals:
             divides = packet(node) is aten.div and isinstance(literal, int) and abs(literal) != 2
             whole = (round(x) for x in (literal, 1 / literal) if math.isclose(x, round(x)))
-            if divides or any(abs(x) > 1 and abs(x) in self._extents() for x in whole):
+            if divides or any(abs(x) > 1 and abs(x) in extents(self.spread) for x in whole):
                 raise NotASum(
                     f"{place(node)} scales a sum by {literal:g}, which may count what is in this "
                     "batch (write it as a mean)"
@@ -154,6 +154,8 @@ class LossTerms:
 
     def _sums(self, node: fx.Node) -> bool:
         """Whether a reduction over samples in this term is a sum that no count scales."""
+        if self.spread[node].single:
+            return True
         inputs = [item for item in node.all_input_nodes if self.spread[item].pooled]
         if not self._pools(node):
             counted = packet(node) in (aten.mul, aten.div) and len(inputs) > 1
@@ -165,16 +167,6 @@ class LossTerms:
         if "reduction" in str(getattr(source.target, "_schema", "")):
             return reduction_of(source) == SUM
         return packet(source) is aten.sum
-
-    def _extents(self) -> set[int]:
-        """Sizes of neighbouring dims together, one of which carries samples."""
-        found = set()
-        for node, spread in self.spread.items():
-            shape = getattr(node.meta.get("val"), "shape", ())
-            for first, last in itertools.combinations(range(len(shape) + 1), 2):
-                if spread.dims & set(range(first, last)):
-                    found.add(math.prod(shape[first:last]))
-        return found
 
     def _literals(self, factor: Any) -> list[int | float]:
         """The finite numbers, zero apart, that a factor is made of without the batch."""

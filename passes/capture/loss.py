@@ -9,9 +9,10 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.capture.counts import Counts
-from mllm_compile.passes.capture.denominators import LossTerms, NotASum
+from mllm_compile.passes.capture.denominators import LossTerms
 from mllm_compile.passes.capture.functionalize import Functional
 from mllm_compile.passes.capture.guards import Read
+from mllm_compile.passes.capture.sample_terms import NotASum
 from mllm_compile.passes.capture.split import ancestors
 from mllm_compile.passes.capture.spread import Spread, packet, place, value_of
 from mllm_compile.passes.capture.spread_rules import spreads
@@ -47,13 +48,23 @@ def take_apart(
     }
     terms = LossTerms(counts, spread, suspicious, constants)
     try:
+        _refuse_updated(found, order)
         with graph.inserting_before(next(iter(reversed(graph.nodes)))):
             node = terms.term(loss)
+        terms.samples.check()
         terms.globalize_scales(order)
         terms.check_literals(order, loss.meta.get("owner"))
     except NotASum as reason:
         return Loss(loss, (), str(reason))
     return Loss(node, tuple(counts.denominators))
+
+
+def _refuse_updated(found: Functional, order: Sequence[fx.Node]) -> None:
+    """Every microbatch updates a buffer again; what the loss sees of it then is another value."""
+    for node, item in found.placeholders.items():
+        if item.kind == "buffer" and item.name in found.updates and node in order:
+            user = next(user for user in order if node in user.all_input_nodes)
+            raise NotASum(f"{place(user)} depends on buffer {item.name}, which forward updates")
 
 
 def _sizes(spread: dict[fx.Node, Spread]) -> set[int]:

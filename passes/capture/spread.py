@@ -2,14 +2,17 @@
 
 A value *carries* samples in a dim if its rows along that dim belong to different samples. It is
 *single* if it is one such row, *pooled* once it was reduced over such a dim, and *mixed* if its
-rows depend on pooled values or on rows of other samples: then a split of the batch changes it.
+rows depend on pooled values, on rows of other samples, or on a sample's place in the batch: then a
+split of the batch changes it.
 
 Assumed: batch entries carry samples in dim 0; what is computed from the batch alone without
 floating point (positions, indices, masks), hoisted values, and what attention lets a token see,
 stay within a sample; single rows, and parts of a split by sizes, meet those of their own sample.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +21,8 @@ from torch import fx
 
 from mllm_compile.compiler.captured import Input
 
+Part = tuple[range, int]
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -25,6 +30,9 @@ class Spread:
 
     ``places`` (dim, (outer, size)): within that carrying dim, samples are a factor of ``size``
     behind one of ``outer``, as in a view of [experts, tokens] as one dim; size 0 means the rest.
+    ``part`` (rows, count): what is here of a value that was cut along a carrying dim.
+    ``ranked``: an integer depends on its sample's place in the batch because of this operator.
+    ``varies`` (as places), ``numbered``: of a value without samples, and whether it counts a dim.
     """
 
     batch: bool = False
@@ -34,6 +42,10 @@ class Spread:
     single: bool = False
     pooled: bool = False
     mixed: str = ""
+    part: Part | None = None
+    ranked: str = ""
+    varies: frozenset[tuple[int, tuple[int, int]]] = frozenset()
+    numbered: bool = False
 
     @property
     def rows(self) -> bool:
@@ -74,23 +86,38 @@ Rule = Callable[[fx.Node, Lookup], Spread]
 
 def of_input(item: Input, value: torch.Tensor) -> Spread:
     """What a placeholder starts from."""
-    if item.kind == "parameter":
-        return Spread(known=False)
     if item.kind == "batch":
         return Spread(batch=True).at({0: (1, value.shape[0])} if value.dim() else {})
-    return NOTHING
+    varies = frozenset((dim, (1, size)) for dim, size in enumerate(value.shape) if size > 1)
+    return Spread(known=item.kind != "parameter", varies=varies)
 
 
 def join(parts: Sequence[Spread]) -> Spread:
     """Dependence, pooling and mixing of a value computed from several; dims are left out."""
     mixed = next((part.mixed for part in parts if part.mixed), "")
+    cut = [part.part for part in parts if part.part is not None]
     return Spread(
         batch=any(part.batch for part in parts),
         known=all(part.known for part in parts),
         single=any(part.single for part in parts),
         pooled=any(part.pooled for part in parts),
         mixed=mixed,
+        part=max(cut, key=lambda item: item[1], default=None),
+        ranked=next((part.ranked for part in parts if part.ranked), ""),
     )
+
+
+def clash(parts: Iterable[Spread]) -> bool:
+    """Whether different parts of one whole meet."""
+    cut = {part.part for part in parts if part.part is not None}
+    return len({count for _, count in cut}) < len(cut)
+
+
+def overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether two places within one dim share more than one row; places of unknown size do not."""
+    if not one[1] or not other[1]:
+        return False
+    return one == other or (one[0] < math.prod(other) and other[0] < math.prod(one))
 
 
 def place(node: fx.Node) -> str:
@@ -118,9 +145,36 @@ def reduced_dims(node: fx.Node, position: int = 1) -> set[int]:
     return {dim % max(rank, 1) for dim in dims}
 
 
+def after_reduction(node: fx.Node) -> Callable[[int], int | None]:
+    """Where a reduction leaves the dims of its argument."""
+    over = reduced_dims(node)
+    keep = (len(node.args) > 2 and bool(node.args[2])) or bool(node.kwargs.get("keepdim"))
+    rest = [dim for dim in range(rank_of(node.args[0])) if dim not in over]
+    return lambda dim: None if dim in over else dim if keep else rest.index(dim)
+
+
+def extents(spreads: Mapping[fx.Node, Spread]) -> set[int]:
+    """Sizes of neighbouring dims together, one of which carries samples."""
+    found = set()
+    for node, spread in spreads.items():
+        shape = getattr(node.meta.get("val"), "shape", ())
+        for first, last in itertools.combinations(range(len(shape) + 1), 2):
+            if spread.dims & set(range(first, last)):
+                found.add(math.prod(shape[first:last]))
+    return found
+
+
 def mixing(node: fx.Node, joined: Spread) -> Spread:
     """The spread of a value whose rows depend on several samples because of this node."""
     return Spread(True, joined.known, joined.dims, mixed=joined.mixed or place(node))
+
+
+def ranking(node: fx.Node, joined: Spread) -> Spread:
+    """The spread of a value whose rows depend on their samples' places because of this node."""
+    value = value_of(node)
+    if isinstance(value, torch.Tensor) and not value.is_floating_point():
+        return replace(joined, ranked=joined.ranked or place(node))
+    return mixing(node, joined)
 
 
 def dim_argument(node: fx.Node, position: int = 1, default: int = 0) -> int:

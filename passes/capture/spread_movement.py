@@ -4,21 +4,22 @@ Rules as in ``spread_rules``. Dims of results are counted from 0.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from mllm_compile.passes.capture import spread_parts
 from mllm_compile.passes.capture.spread import (
     Lookup,
     Rule,
     Spread,
     dim_argument,
     join,
-    mixing,
+    packet,
     rank_of,
+    ranking,
     reduced_dims,
     value_of,
 )
@@ -55,13 +56,17 @@ def _groups(old: list[int], new: list[int]) -> Iterator[tuple[list[int], list[in
                 a, left, i = a * old[i], [*left, i], i + 1
             else:
                 b, right, j = b * new[j], [*right, j], j + 1
+        while old[i : i + 1] == [1] != new[j : j + 1] and old[i + 1 : i + 2] <= new[j : j + 1]:
+            left, i = [*left, i], i + 1  # goes with the dim before, unless the next is divided
+        while new[j : j + 1] == [1] != old[i : i + 1]:
+            right, j = [*right, j], j + 1
         yield left, right
 
 
 def _within(dims: list[int], shape: list[int], outer: int, size: int) -> dict[int, tuple[int, int]]:
     """Which of ``dims``, together one factor, holds the factor of ``size`` behind ``outer``."""
     for dim in dims:
-        if shape[dim] > outer > 1:
+        if shape[dim] > outer > 1 or (dim == dims[-1] and outer > 1):
             return {dim: (outer, size)}
         if outer > 1:
             outer //= shape[dim]
@@ -111,36 +116,46 @@ def expand(node: fx.Node, lookup: Lookup) -> Spread:
     )
 
 
-def row(node: fx.Node, lookup: Lookup) -> Spread:
-    """Select and unbind take rows out; along a carrying dim, each is of one sample."""
-    spread, dim = lookup(node.args[0]), dim_argument(node)
-    left = spread.moved(lambda d: None if d == dim else d - (d > dim))
-    return replace(left, single=spread.single or (dim in spread.dims and not spread.known))
-
-
-def parts(node: fx.Node, lookup: Lookup) -> Spread:
-    """Parts of named sizes, along a carrying dim, are taken to be one sample each."""
-    spread, dim = lookup(node.args[0]), dim_argument(node, 2)
-    if dim in spread.dims:
-        left = spread.moved(lambda d: None if d == dim else d)
-        return replace(left, single=not spread.known or spread.single)
-    return spread
-
-
 def like_first(node: fx.Node, lookup: Lookup) -> Spread:
     """The dims of the first argument; depends on all of them."""
     joined = join([lookup(source) for source in node.all_input_nodes])
     return joined.like(lookup(node.args[0]))
 
 
+def padded(node: fx.Node, lookup: Lookup) -> Spread:
+    """Rows that are added along a carrying dim are of no sample."""
+    spread, sizes = lookup(node.args[0]), value_of(node).shape
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    same = {dim for dim in spread.dims if value_of(source).shape[dim] == sizes[dim]}
+    return spread.at({dim: spread.place_of(dim) if dim in same else (1, 0) for dim in spread.dims})
+
+
 def like_index(node: fx.Node, lookup: Lookup) -> Spread:
     """embedding, gather: rows are looked up; the index says whose they are."""
-    table, index = node.args[0], node.args[1 if node.target is aten.embedding.default else 2]
+    embeds = packet(node) is aten.embedding
+    table, index = node.args[0], node.args[1 if embeds else 2]
     joined = join([lookup(source) for source in node.all_input_nodes])
+    if _picks(lookup(table), {0 if embeds else dim_argument(node)}, [lookup(index)]):
+        return ranking(node, joined).like(lookup(table))
     spread = joined.like(lookup(index))
-    if node.target is aten.gather.default and not spread.dims:
+    if not embeds and not spread.dims:
         return joined.like(lookup(table))
     return spread
+
+
+def index_select(node: fx.Node, lookup: Lookup) -> Spread:
+    """Rows along one dim."""
+    table, joined = lookup(node.args[0]), like_first(node, lookup)
+    if _picks(table, {dim_argument(node)}, [lookup(node.args[2])]):
+        return ranking(node, joined)
+    return joined
+
+
+def _picks(table: Spread, dims: set[int], indices: Sequence[Spread]) -> bool:
+    """Whether samples in one of these dims are picked by their place alone."""
+    samples = any(dim in table.dims and table.place_of(dim)[1] for dim in dims)
+    return samples and not any(item.batch or item.numbered for item in indices)
 
 
 def index(node: fx.Node, lookup: Lookup) -> Spread:
@@ -157,10 +172,14 @@ def index(node: fx.Node, lookup: Lookup) -> Spread:
     if not dims and spread.dims & set(used):
         dims = {start}
     rest = [dim for dim in range(rank_of(source)) if dim not in used]
+    places = dict.fromkeys(dims, (1, 0))
     for position, dim in enumerate(rest):
         if dim in spread.dims:
-            dims.add(position if adjacent and dim < start else position + width)
-    return joined.over(dims)
+            new = position if adjacent and dim < start else position + width
+            places[new] = spread.place_of(dim)
+    if any(_picks(spread, {dim}, [lookup(indices[dim])]) for dim in used):
+        return ranking(node, joined).over(places)
+    return joined.at(places)
 
 
 def bags(node: fx.Node, lookup: Lookup) -> Spread:
@@ -171,27 +190,17 @@ def bags(node: fx.Node, lookup: Lookup) -> Spread:
 def into(node: fx.Node, lookup: Lookup) -> Spread:
     """index_put, scatter, index_add: rows written into a tensor."""
     joined = join([lookup(source) for source in node.all_input_nodes])
-    dims = set(lookup(node.args[0]).dims)
-    return joined.over(dims or {0})
-
-
-def stack(node: fx.Node, lookup: Lookup) -> Spread:
-    """Cat and stack: rows beside rows, and single rows become rows again."""
-    items: Any = node.args[0]
-    stacked = node.target is aten.stack.default
-    given: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    new = int(given) % rank_of(node)
-    parts = [lookup(item) for item in items]
-    joined = join(parts)
-    dims = {d + (stacked and d >= new) for part in parts for d in part.dims}
-    if any(part.rows and (part.single or not part.dims) for part in parts):
-        dims.add(new)
-    if joined.pooled and any(part.rows for part in parts):
-        return mixing(node, joined).over(dims)
-    return replace(joined.over(dims), single=False)
+    base = lookup(node.args[0])
+    given: Any = node.args[1]
+    put = packet(node) is aten.index_put
+    by_dim = dict(enumerate(given)) if put else {dim_argument(node): node.args[2]}
+    if any(_picks(base, {dim}, [lookup(item)]) for dim, item in by_dim.items() if item is not None):
+        return ranking(node, joined).over(base.dims)
+    return joined.over(set(base.dims) or {0})
 
 
 RULES: dict[Any, Rule] = {
+    **spread_parts.RULES,
     aten.view: view,
     aten._unsafe_view: view,
     aten.reshape: view,
@@ -202,21 +211,13 @@ RULES: dict[Any, Rule] = {
     aten.squeeze: squeeze,
     aten.expand: expand,
     aten.repeat: expand,
-    aten.select: row,
-    aten.unbind: row,
-    aten.slice: like_first,
-    aten.split: like_first,
-    aten.split_with_sizes: parts,
-    aten.constant_pad_nd: like_first,
-    aten.flip: like_first,
-    aten.slice_scatter: like_first,
-    aten.select_scatter: like_first,
+    aten.constant_pad_nd: padded,
     aten.masked_scatter: like_first,
     aten.view_as_complex: like_first,
     aten.view_as_real: like_first,
     aten.embedding: like_index,
     aten.gather: like_index,
-    aten.index_select: like_first,
+    aten.index_select: index_select,
     aten._embedding_bag: bags,
     aten.index: index,
     aten._unsafe_index: index,
@@ -224,6 +225,4 @@ RULES: dict[Any, Rule] = {
     aten.index_add: into,
     aten.scatter: into,
     aten.scatter_add: into,
-    aten.cat: stack,
-    aten.stack: stack,
 }

@@ -15,24 +15,38 @@ from torch import fx
 from mllm_compile.compiler.captured import Input
 from mllm_compile.kernels import grouped_mm
 from mllm_compile.kernels.attention import mask, op
-from mllm_compile.passes.capture import hoisted_calls, opaque_function, spread_movement
+from mllm_compile.passes.capture import (
+    hoisted_calls,
+    opaque_function,
+    spread_movement,
+    spread_parts,
+)
 from mllm_compile.passes.capture.spread import (
     NOTHING,
     Lookup,
     Rule,
     Spread,
+    after_reduction,
+    clash,
     join,
     mixing,
     of_input,
     packet,
     rank_of,
+    ranking,
     reduced_dims,
     reduction_of,
     value_of,
 )
+from mllm_compile.passes.capture.spread_fixed import fixed, told_apart
+from mllm_compile.passes.capture.spread_meeting import beside, pointwise
 
 aten = torch.ops.aten
 mllm = torch.ops.mllm
+LOOK_UPS = {
+    aten.embedding, aten.gather, aten.index, aten.index_select, aten.index_put, aten.index_add,
+    aten.scatter, aten.scatter_add, aten._unsafe_index,
+}  # fmt: skip
 REGISTERED = (grouped_mm, mask, op, hoisted_calls, opaque_function)  # they define the operators
 
 
@@ -53,16 +67,27 @@ def _of_call(node: fx.Node, found: dict[fx.Node, Spread]) -> Spread:
 
     joined = join([found[source] for source in node.all_input_nodes])
     if not joined.batch:
-        return joined
+        return fixed(node, lookup)
     rule = _rule(node)
     spread = mixing(node, joined) if rule is None else rule(node, lookup)
-    return replace(spread, mixed="") if _without_floats(node) else spread
+    if _without_floats(node):
+        part = None if clash(map(lookup, node.all_input_nodes)) else spread.part
+        ranked = "" if _is_bool(node) else spread.ranked
+        return replace(spread, mixed="", ranked=ranked, part=part)
+    if spread.ranked and not _looks_up(node, lookup):
+        return replace(mixing(node, spread), mixed=spread.mixed or spread.ranked)
+    return replace(spread, ranked="")
+
+
+def _looks_up(node: fx.Node, lookup: Lookup) -> bool:
+    """Integers that are places in a value of the batch: whose rows they pick is assumed."""
+    return packet(node) in LOOK_UPS and lookup(node.args[0]).batch
 
 
 def _rule(node: fx.Node) -> Rule | None:
     target: Any = node.target
     if target is operator.getitem:
-        return item_of
+        return spread_parts.item_of
     packet = getattr(target, "overloadpacket", None)
     if packet in RULES:
         return RULES[packet]
@@ -76,52 +101,14 @@ def _without_floats(node: fx.Node) -> bool:
     return not any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in values)
 
 
-def pointwise(node: fx.Node, lookup: Lookup) -> Spread:
-    """Broadcasting: dims are aligned from the right. Rows with a pooled value mix."""
-    rank = max((rank_of(source) for source in node.all_input_nodes), default=0)
-    parts = [lookup(source) for source in node.all_input_nodes]
-    places: dict[int, tuple[int, int]] = {}
-    for source, part in zip(node.all_input_nodes, parts, strict=True):
-        for dim in part.dims:
-            new, (outer, size) = dim + rank - rank_of(source), part.place_of(dim)
-            if new in places and places[new][0] != outer:  # one dim, in different orders
-                return mixing(node, join(parts)).over(places)
-            places[new] = (outer, max(size, places.get(new, (outer, size))[1]))
-    joined = join(parts)
-    pooled = any(part.pooled for part in parts)
-    rows = any(part.batch and not part.pooled for part in parts)
-    if pooled and rows and not _scales(node, lookup):
-        return mixing(node, joined).over(places)
-    if joined.single and any(part.dims and not part.single for part in parts):
-        return mixing(node, joined).over(places)
-    return replace(joined.at(places), pooled=pooled and not rows)
-
-
-def _scales(node: fx.Node, lookup: Lookup) -> bool:
-    """Rows times or divided by a scalar of inputs alone: that scalar can be made global."""
-    if node.target not in (aten.mul.Tensor, aten.div.Tensor) or len(node.args) < 2:
-        return False
-    return scaling_factor(node, lookup) is not None
-
-
-def scaling_factor(node: fx.Node, lookup: Lookup) -> fx.Node | None:
-    """The pooled scalar of inputs alone by which a product or quotient scales its rows."""
-    last = node.args[1]
-    candidates = [last] if node.target is aten.div.Tensor else [last, node.args[0]]
-    for factor in candidates:
-        if isinstance(factor, fx.Node) and value_of(factor).dim() == 0:
-            spread = lookup(factor)
-            if spread.pooled and spread.known and not spread.mixed:
-                return factor
-    return None
+def _is_bool(node: fx.Node) -> bool:
+    return getattr(value_of(node), "dtype", None) is torch.bool
 
 
 def reduction(node: fx.Node, lookup: Lookup) -> Spread:
     """Over carrying dims: pooled. What remains keeps its order."""
     spread, over = lookup(node.args[0]), reduced_dims(node)
-    keep = (len(node.args) > 2 and bool(node.args[2])) or bool(node.kwargs.get("keepdim"))
-    rest = [dim for dim in range(rank_of(node.args[0])) if dim not in over]
-    left = spread.moved(lambda dim: None if dim in over else dim if keep else rest.index(dim))
+    left = spread.moved(after_reduction(node))
     if not spread.dims & over:
         return left
     if left.dims:  # two dims carried samples: each element still depends on several
@@ -194,21 +181,20 @@ def batch_norm(node: fx.Node, lookup: Lookup) -> Spread:
 
 def loss(node: fx.Node, lookup: Lookup) -> Spread:
     """Losses with a reduction argument: 0 keeps the rows, 1 (mean) and 2 (sum) pool them."""
-    joined = join([lookup(source) for source in node.all_input_nodes])
-    first = lookup(node.args[0])
+    parts = [lookup(source) for source in node.all_input_nodes]
+    joined, first = join(parts), lookup(node.args[0])
     nll = packet(node) in (aten.nll_loss_forward, aten.nll_loss2d_forward)
-    reduce = reduction_of(node)
-    if any(lookup(source).pooled for source in node.all_input_nodes) or (nll and 1 in first.dims):
+    if any(part.pooled for part in parts) or (nll and 1 in first.dims) or beside(node, lookup):
         return mixing(node, joined)
-    if reduce == 0:
-        gone = 1 if nll and packet(node) is aten.nll_loss_forward else None
-        return joined.like(first.moved(lambda dim: None if dim == gone else dim))
+    rows = first.moved(lambda dim: dim - (nll and dim > 1))  # as in the target
+    target = [item for item in node.args[:2] if isinstance(item, fx.Node)]
+    if told_apart(target[nll:], dict(rows.places), rank_of(node.args[1]), lookup):
+        return mixing(node, joined)
+    if reduction_of(node) == 0:
+        return joined.like(rows)
+    if joined.single and not any(part.dims for part in parts):  # of one sample alone
+        return joined.over(set())
     return replace(joined.over(set()), pooled=True)
-
-
-def item_of(node: fx.Node, lookup: Lookup) -> Spread:
-    """getitem: one of several results, all with the spread of their node."""
-    return lookup(node.args[0])
 
 
 def hoisted(node: fx.Node, lookup: Lookup) -> Spread:
@@ -222,9 +208,23 @@ def created(node: fx.Node, lookup: Lookup) -> Spread:
 
 
 def attention(node: fx.Node, lookup: Lookup) -> Spread:
-    """Out and lse go with the queries."""
+    """Out and lse go with the queries. Samples among queries or keys need a mask from the batch."""
+    parts = [lookup(item) for item in node.args[:3]]
     joined = join([lookup(source) for source in node.all_input_nodes])
-    return joined.over({dim for dim in lookup(node.args[0]).dims if dim < 3})
+    out = parts[0].moved(lambda dim: dim if dim < 3 else None)
+    masks = [item for item in node.args[3:5] if isinstance(item, fx.Node)]
+    places = {part.place_of(dim) for part in parts for dim in part.dims & {2, 3}}
+    packed = any(lookup(item).batch for item in masks)
+    if places and not packed and (not masks or any(size for _, size in places)):
+        return mixing(node, joined).like(out)
+    return joined.like(out)
+
+
+def triangle(node: fx.Node, lookup: Lookup) -> Spread:
+    """Of tril and triu: which rows stay depends on their places in the last two dims."""
+    spread = lookup(node.args[0])
+    rank = rank_of(node)
+    return ranking(node, spread) if spread.dims & {rank - 1, rank - 2} else spread
 
 
 RULES: dict[Any, Rule] = {
@@ -245,7 +245,8 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.upsample_bicubic2d, aten.grid_sampler_2d), images),
     **dict.fromkeys((aten._adaptive_avg_pool2d, aten.avg_pool1d), images),
     **dict.fromkeys((aten.linalg_solve_triangular, aten.linalg_inv_ex), matrices),
-    **dict.fromkeys((aten.tril, aten.triu, aten.diag_embed), spread_movement.like_first),
+    **dict.fromkeys((aten.tril, aten.triu), triangle),
+    aten.diag_embed: spread_movement.like_first,
     aten.native_batch_norm: batch_norm,
     aten.cudnn_batch_norm: batch_norm,
     **dict.fromkeys((aten.nll_loss_forward, aten.nll_loss2d_forward), loss),
