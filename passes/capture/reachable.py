@@ -128,13 +128,10 @@ def _scope(
 
 def _instance(value: Any) -> Iterator[Contents]:
     scope = getattr(value, "__dict__", None)
-    if scope is not None:
-        yield _scope(
-            ".{}",
-            lambda: {name: v for name, v in scope.items() if name not in REGISTERED},
-            scope.__setitem__,
-            scope.__delitem__,
-        )
+    if isinstance(value, nn.Module):
+        yield from _module(vars(value))
+    elif scope is not None:
+        yield _scope(".{}", lambda: dict(scope), scope.__setitem__, scope.__delitem__)
     slots = [n for kind in type(value).__mro__ for n in _names(vars(kind).get("__slots__", ()))]
     if slots:
         yield _scope(
@@ -143,6 +140,26 @@ def _instance(value: Any) -> Iterator[Contents]:
             functools.partial(object.__setattr__, value),
             functools.partial(object.__delattr__, value),
         )
+
+
+def _module(scope: dict[str, Any]) -> Iterator[Contents]:
+    """Like any instance, but its many empty dictionaries of hooks are dealt with at once."""
+    empty = [v for n, v in scope.items() if "_hooks" in n and isinstance(v, dict) and not v]
+    skipped = set(map(id, empty))
+
+    def undo() -> None:
+        for held in filter(None, empty):
+            held.clear()
+
+    made = _scope(
+        ".{}",
+        lambda: {name: v for name, v in scope.items() if name not in REGISTERED},
+        scope.__setitem__,
+        scope.__delitem__,
+    )
+    made.items = [(name, held) for name, held in made.items if id(held) not in skipped]
+    yield made
+    yield Contents(undo=undo)
 
 
 def _names(slots: Any) -> tuple[str, ...]:
