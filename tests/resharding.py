@@ -97,12 +97,17 @@ def carry_out(
         for rank, shape in targets.items()
     }
     for move in moves:
-        index = np.ix_(*(_numbers(indices) for indices in move.target_region))
-        place = made[move.target]
-        at = tuple(map(torch.from_numpy, index)) or ...
-        assert bool(place[at].isnan().all()), f"{move} writes what is there"
-        place[at] = part(sources[move.source], move.source_region)
+        packed = part(sources[move.source], move.source_region)
+        write(made[move.target], move.target_region, packed)
     return made
+
+
+def write(tensor: torch.Tensor, region: Region, packed: torch.Tensor) -> None:
+    """The inverse of ``part``; nothing may have been written there before."""
+    index = np.ix_(*(_numbers(indices) for indices in region))
+    at = tuple(map(torch.from_numpy, index)) or ...
+    assert bool(tensor[at].isnan().all()), f"{region} was written before"
+    tensor[at] = packed
 
 
 def _numbers(indices: Indices) -> np.ndarray:

@@ -86,6 +86,8 @@ Rule = Callable[[fx.Node, Lookup], Spread]
 
 def of_input(item: Input, value: torch.Tensor) -> Spread:
     """What a placeholder starts from."""
+    if item.kind == "hoisted":  # where a helper's results carry samples is not known
+        return Spread(batch=True)
     if item.kind == "batch":
         return Spread(batch=True).at({0: (1, value.shape[0])} if value.dim() else {})
     varies = frozenset((dim, (1, size)) for dim, size in enumerate(value.shape) if size > 1)
