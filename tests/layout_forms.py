@@ -8,6 +8,12 @@ from mllm_compile.compiler.layout import Layout
 from mllm_compile.compiler.split import Split
 
 
+def random_like(dense: torch.Tensor) -> torch.Tensor:
+    if dense.is_floating_point() or dense.is_complex():
+        return torch.randn_like(dense)
+    return torch.randint_like(dense, -5, 5)
+
+
 @dataclass(frozen=True)
 class Form:
     """A layout along one axis, with the split of an ``S``."""
@@ -38,17 +44,21 @@ class Form:
                 for place in range(ranks)
             ]
         if self.layout.kind == "P":
-            parts = [torch.randn_like(dense) for _ in range(ranks - 1)]
+            parts = [random_like(dense) for _ in range(ranks - 1)]
             return [*parts, dense - sum(parts)]
         return [dense.clone() for _ in range(ranks)]
 
-    def check(self, parts: list[torch.Tensor], dense: torch.Tensor) -> None:
+    def check(
+        self, parts: list[torch.Tensor], dense: torch.Tensor, tolerance: float = 1e-12
+    ) -> None:
         """The local tensors are a form of ``dense``."""
         got, want = list(parts), self.parts(dense, len(parts))
         if self.layout.kind == "P":
             got, want = [sum(parts)], [dense]
         for mine, expected in zip(got, want, strict=True):
-            torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(
+                mine, expected, rtol=tolerance, atol=tolerance, equal_nan=True
+            )
 
     @property
     def arguments(self) -> tuple[str, str]:

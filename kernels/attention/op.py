@@ -31,7 +31,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | N
         raise ValueError(f"attention: expected [batch, heads, length, size], got {shapes}")
     if not q.shape[0] == k.shape[0] == v.shape[0] or k.shape[1:3] != v.shape[1:3]:
         raise ValueError(f"attention: batch, key heads and key length must agree, got {shapes}")
-    if q.shape[1] % k.shape[1] or q.shape[3] != k.shape[3]:
+    if q.shape[1] % max(k.shape[1], 1) or q.shape[3] != k.shape[3]:
         raise ValueError(f"attention: key heads must divide query heads, got {shapes}")
     if mask is not None and mask.dtype is not torch.bool:
         raise ValueError(f"attention: mask must be boolean, got {mask.dtype}; pass it as bias")

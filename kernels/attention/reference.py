@@ -115,4 +115,4 @@ def attention_backward(
 
 def _sum_over_group(x: Tensor, key_heads: int) -> Tensor:
     batch, heads, *rest = x.shape
-    return x if heads == key_heads else x.view(batch, key_heads, -1, *rest).sum(2)
+    return x if heads == key_heads else x.view(batch, key_heads, heads // key_heads, *rest).sum(2)

@@ -50,20 +50,17 @@ def _labelled(call: Call, own: Collection[int], groups: str) -> str:
     return _rule(sources, targets, groups)
 
 
-def resized(groups: Callable[[Call], str] = lambda call: "0") -> Writer:
-    """Dims that change their size are whole: slices, padding, interpolation."""
-
-    def rule(call: Call) -> str:
-        source, target = call.inputs[0], call.results[0]
-        changed = {dim for dim, size in enumerate(source) if size != target[dim]}
-        return _labelled(call, changed, groups(call))
-
-    return rule
+def sliced(call: Call) -> str:
+    """The dim is whole unless all of it is taken."""
+    source, target = call.inputs[0], call.results[0]
+    return _labelled(call, {dim for dim in range(len(source)) if source[dim] != target[dim]}, "0")
 
 
-def padding(call: Call) -> str:
-    """Padding with zeros is linear."""
-    return "0" if not call["value"] else ""
+def padded(call: Call) -> str:
+    """Padded dims are whole (pairs of numbers, the last dim first); zeros are linear."""
+    last = len(call.inputs[0]) - 1
+    own = {last - place // 2 for place, number in enumerate(call["pad"]) if number}
+    return _labelled(call, own, "" if call["value"] else "0")
 
 
 def joined(call: Call) -> str | None:

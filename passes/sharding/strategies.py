@@ -53,8 +53,8 @@ def strategies(
     """Every way to run a node along ``axis``; layouts are in the order of its rule.
 
     ``factors`` is None without a rule. ``outer`` holds what was decided for this node on the axes
-    outside of this one: a factor that they divide must divide evenly once more, and one special
-    operator is divided along one axis alone.
+    outside of this one: a factor that they divide must divide evenly once more. Special operators
+    are divided along one axis alone, and into equal blocks.
     """
     count, results = len(gradients.inputs), len(gradients.results)
     found = [
@@ -115,7 +115,8 @@ def _divided(
     for factor, size in factors.sizes.items():
         special = factor if factor in factors.special else ""
         nested = [other for other, strategy in outer if strategy.name == factor]
-        if factor in factors.whole or (special and taken) or not _divides(size, axis, nested):
+        refused = special and (taken or axis.name == UNEVEN)
+        if factor in factors.whole or refused or not _divides(size, axis, nested):
             continue
 
         def layout(dims: Dims, name: str = factor) -> Layout | None:

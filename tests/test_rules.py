@@ -1,0 +1,159 @@
+"""Every operator of the zoo has a rule, and every strategy that a rule gives is right."""
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from mllm_compile.compiler.graph import is_element
+from mllm_compile.compiler.mesh import MeshAxis
+from mllm_compile.passes.capture.capture import capture
+from mllm_compile.passes.capture.programs import prepare
+from mllm_compile.passes.sharding import rules
+from mllm_compile.passes.sharding.refine import refine
+from mllm_compile.passes.sharding.rules import WHOLE, factors_of, name_of
+from mllm_compile.passes.sharding.rules_dims import along, reduced
+from mllm_compile.passes.sharding.rules_pointwise import linear, pointwise
+from mllm_compile.passes.sharding.strategies import Gradients, strategies
+from tests.families import FAMILIES
+from tests.rule_check import check, continuous, instances
+from tests.test_capture_families import doubled
+
+pytest.importorskip("transformers")
+
+# Even parts, and parts of all sizes, none among them, in an order of their own.
+AXES = (MeshAxis("tensor", 2), MeshAxis("tensor", 3), MeshAxis("context", 3, "zigzag"))
+
+# Together they have every operator of the zoo.
+CHECKED = (
+    *("kimi_k25", "phi4_multimodal", "llama4", "mllama", "qwen3_5", "gemma4", "lfm2_vl"),
+    *("qwen2_5_omni", "got_ocr2", "smolvlm", "mistral3", "glm4v", "custom"),
+)
+
+# Calls of operators that have a rule for others: no shape of the argument stands in the result.
+DECLINED = {"aten::new_empty"}
+
+
+def captured(name):
+    """The program of a family's first microbatch, and the values of its inputs."""
+    workload = FAMILIES[name]()
+    model = workload.model.double()
+    batch = doubled(workload.collate(workload.samples[:2]))
+    program = capture(model, batch, lift=torch.float64)
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    prepared = prepare(program, batch, dict(model.named_buffers()))
+    inputs = [
+        state[item.name]
+        if item.kind in ("parameter", "buffer")
+        else prepared.values[item.kind, item.name]
+        for item in program.inputs
+    ]
+    return program, inputs
+
+
+def wrong_strategies(instance, factors):
+    """What the strategies of one call get wrong, and how many were tried."""
+    whole = instance.run(instance.values)
+    results = tuple(any(instance.gradients) and continuous(result) for result in whole)
+    gradients = Gradients(instance.gradients, results)
+    found = {s: a for a in reversed(AXES) for s in strategies(factors, a, gradients)}
+    values = [value for value in (*instance.values, *whole) if continuous(value)]
+    overflow = any(value.abs().max() > 1e100 for value in values if value.numel())
+    wrong = []
+    for strategy, axis in found.items():
+        if overflow and strategy.name == "linear":
+            continue
+        try:
+            check(instance, strategy, axis)
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0]
+            wrong.append(f"{instance.node.format_node()}\n{axis}\n{strategy}\n{reason}")
+    return wrong, len(found)
+
+
+def kind(instance, factors):
+    """What tells calls apart that a rule treats alike: all but the sizes."""
+    dtypes = [value.dtype for value in instance.values]
+    flags = [argument for argument in instance.node.args if isinstance(argument, bool | str)]
+    dims = factors.inputs, factors.results, factors.whole, factors.special, factors.linear
+    return str((instance.node.target, dtypes, flags, instance.gradients, dims))
+
+
+@pytest.fixture(scope="module")
+def seen():
+    return set()
+
+
+def assert_rule_or_reason(program):
+    for node in program.main.graph.nodes:
+        if node.op == "call_function" and not is_element(node) and factors_of(node) is None:
+            assert name_of(node) in {*WHOLE, *DECLINED}, node.format_node()
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_every_strategy_of_every_operator(name, seen):
+    program, inputs = captured(name)
+    assert_rule_or_reason(program)
+    factors = refine(program.main.graph.nodes).factors
+    tried, wrong = 0, []
+    for instance in instances(program.main, inputs):
+        known = factors.get(instance.node)
+        undefined = instance.node.target is torch.ops.aten.empty_like.default
+        if known is None or undefined or (key := kind(instance, known)) in seen:
+            continue
+        seen.add(key)
+        errors, count = wrong_strategies(instance, known)
+        wrong, tried = [*wrong, *errors], tried + count
+    assert not wrong, "\n\n".join(wrong[:10])
+    assert tried
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in CHECKED])
+def test_every_operator_has_a_rule_or_a_reason(name):
+    workload = FAMILIES[name]()
+    model = workload.model.double()
+    program = capture(model, doubled(workload.collate(workload.samples[:2])), lift=torch.float64)
+    assert_rule_or_reason(program)
+
+
+def test_an_unknown_operator_has_no_rule():
+    (node,) = [n for n in make_fx(torch.linalg.inv)(torch.eye(2)).graph.nodes if "inv" in n.name]
+    assert name_of(node) not in {*WHOLE, *DECLINED}
+    assert factors_of(node) is None
+
+
+WRONG = {
+    "a softmax needs the whole row": ("aten::_softmax", pointwise),
+    "a running sum needs what is before": ("aten::cumsum", along("dim", "0", " ")),
+    "maxima of parts do not add up": ("aten::amax", reduced("")),
+    "the root of a sum is not the sum of roots": ("aten::rsqrt", linear("0")),
+    "a bias is added once": ("aten::addmm", "n, m k, k n -> m n"),
+    "a product is linear in one factor at a time": ("aten::mul", "..., ... -> ... | 0+1"),
+    "an index counts from the start": ("aten::index_select", "i h, i -> i h | 0"),
+}
+
+
+def every_operator(x, weight, bias, index):
+    rows = torch.addmm(bias, x, weight)
+    rows = rows * x + torch.softmax(rows, 1).cumsum(1)
+    rows = rows * (rows * rows + 1).sum(1, keepdim=True).rsqrt()
+    return rows.index_select(0, index) + rows.amax(1, keepdim=True)
+
+
+def small_instances():
+    torch.manual_seed(0)
+    x, weight = torch.randn(6, 6).double(), torch.randn(6, 6).double()
+    inputs = [x, weight, torch.randn(6).double(), torch.tensor([3, 0, 5, 1, 1, 4])]
+    graph = make_fx(every_operator)(*inputs)
+    return instances(graph, [x.requires_grad_() if continuous(x) else x for x in inputs])
+
+
+@pytest.mark.parametrize("reason", [None, *WRONG])
+def test_a_wrong_rule_is_caught(reason, monkeypatch):
+    target, rule = WRONG.get(reason, ("", None))
+    monkeypatch.setitem(rules.RULES, target, rule)
+    wrong = {
+        name_of(instance.node)
+        for instance in small_instances()
+        if wrong_strategies(instance, factors_of(instance.node))[0]
+    }
+    assert wrong == ({target} if reason else set())
