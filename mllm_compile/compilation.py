@@ -19,7 +19,8 @@ from mllm_compile.compiler.graph import Graph
 from mllm_compile.compiler.plan import Plan
 from mllm_compile.compiler.program import StageProgram
 from mllm_compile.compiler.request import Request
-from mllm_compile.denominators import with_global_denominators
+from mllm_compile.denominators import check_alike, with_global_denominators
+from mllm_compile.passes.capture.capture import capture
 from mllm_compile.passes.capture.programs import Programs
 from mllm_compile.passes.lower.lower import lower
 from mllm_compile.passes.lower.transfers import transfers
@@ -59,8 +60,13 @@ class Compiler:
         self._lowered: dict[tuple[int, int], StageProgram] = {}
         self._schedules: dict[tuple[int, ...], Schedule] = {}
 
-    def step(self, batches: Sequence[Mapping[str, Any]]) -> Step:
+    def step(
+        self, batches: Sequence[Mapping[str, Any]], pair: Mapping[str, Any] | None = None
+    ) -> Step:
         """Compile one step of ``len(batches)`` microbatches.
+
+        A batch of one sample does not show what the model does with several; ``pair``, of two,
+        is captured to see it.
 
         Raises:
             RequestError: the loss is no sum over samples, but there are several microbatches.
@@ -71,6 +77,10 @@ class Compiler:
         if len(batches) > 1:
             for item in prepared:
                 _check_splittable(item.program)
+        if pair is not None:
+            both = capture(self.model, pair, **self.programs.options)
+            _check_splittable(both)
+            check_alike(both, [item.program for item in prepared[:2]])
         self.plan(
             richest(item.program for item in prepared)
         )  # first, so that it places the parameters

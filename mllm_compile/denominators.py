@@ -58,6 +58,26 @@ def _terms(program: Captured) -> dict[str, Term]:
     return terms
 
 
+def check_alike(both: Captured, single: Sequence[Captured]) -> None:
+    """Two samples together must have the terms that they have one by one.
+
+    Raises:
+        RequestError: the loss counts something else where a batch holds one sample alone.
+
+    """
+    alone = {(owner, where) for program in single for owner, where, _ in _terms(program).values()}
+    together = {(owner, where) for owner, where, _ in _terms(both).values()}
+    for owner, where in sorted(place for place in alone ^ together if place[1]):
+        raise RequestError(
+            explain(
+                f"the loss at {where} ({owner or 'the model itself'})",
+                expected="the same means in a batch of one sample and of two",
+                got="a mean in one of them alone",
+                remedy="set microbatch_size = 2 or more, or microbatches = 1",
+            )
+        )
+
+
 def _check_told_apart(terms: Sequence[dict[str, Term]]) -> None:
     """Programs with other terms than the rest may not have two terms from one source line."""
     if len({tuple(named.values()) for named in terms}) == 1:

@@ -105,6 +105,13 @@ def collated(request: Request, workload: Workload, samples: list[Any]) -> dict[s
     return ready_batch(request, batch)
 
 
+def pair(request: Request, workload: Workload, step: int) -> dict[str, Any] | None:
+    """The first two samples of a step in one batch, if its microbatches hold one sample each."""
+    if request.microbatch_size > 1 or request.microbatches < 2:
+        return None
+    return ready_batch(request, workload.collate(global_batch(request, workload, step)[:2]))
+
+
 def global_batch(request: Request, workload: Workload, step: int) -> list[Any]:
     """The samples of a step: ``microbatches * microbatch_size`` of them."""
     count = request.microbatches * request.microbatch_size

@@ -10,7 +10,7 @@ import torch
 from mllm_compile.compilation import Compiler
 from mllm_compile.compiler.errors import RequestError, explain
 from mllm_compile.compiler.request import Request
-from mllm_compile.model import load_workload, microbatches, ready_model
+from mllm_compile.model import load_workload, microbatches, pair, ready_model
 from mllm_compile.rank import Rank, joined
 from mllm_compile.runtime.checkpoint import checkpoints, load, save
 from mllm_compile.runtime.device import device_of
@@ -50,7 +50,7 @@ def train(context: RankContext, training: Training) -> Iterator[Progress]:
     request, device = training.request, device_of(context.local_rank)
     workload = load_workload(request)
     compiler = Compiler(request, ready_model(request, workload.model))
-    compiled = compiler.step(microbatches(request, workload, 0))
+    compiled = compiler.step(microbatches(request, workload, 0), pair(request, workload, 0))
     with joined(context, device, compiler, compiled) as rank:
         done = _resume(training, rank)
         for number in range(done, training.steps):

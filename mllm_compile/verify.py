@@ -16,7 +16,7 @@ from torch import nn
 from mllm_compile.compilation import Compiler, Step
 from mllm_compile.compiler.errors import RequestError, explain
 from mllm_compile.compiler.request import Request
-from mllm_compile.model import load_workload, microbatches, ready_model
+from mllm_compile.model import load_workload, microbatches, pair, ready_model
 from mllm_compile.plain import reference
 from mllm_compile.rank import Rank, joined
 from mllm_compile.runtime.device import device_of
@@ -183,7 +183,7 @@ def _in_threads(request: Request, model: nn.Module, workload: Workload) -> Seque
 
 def _compiled(request: Request, model: nn.Module, workload: Workload) -> tuple[Compiler, Step]:
     compiler = Compiler(request, model)
-    step = compiler.step(microbatches(request, workload, 0))
+    step = compiler.step(microbatches(request, workload, 0), pair(request, workload, 0))
     for plan in step.plans:
         for node in plan.captured.main.graph.nodes:
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
