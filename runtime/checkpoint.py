@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
@@ -75,7 +76,7 @@ def save(
     try:
         with _single_process_is_fine():
             write_tensors(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         raise RunError(f"rank {rank}: checkpoint {final}: {error}") from error
     if rank == 0:
         _describe(partial, step, job or {})
@@ -106,6 +107,7 @@ def load(
     Raises:
         RequestError: the checkpoint lacks a parameter or buffer of this rank, or holds it in
             another shape or dtype.
+        RunError: a rank could not read.
     """
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
@@ -119,8 +121,11 @@ def load(
         key: value for key, value in _random(rank).items() if key in metadata.state_dict_metadata
     }
     wanted.update(random)
-    with _single_process_is_fine():
-        read_tensors(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
+    try:
+        with _single_process_is_fine():
+            read_tensors(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
+    except (Exception, CheckpointException) as error:
+        raise RunError(f"rank {rank}: checkpoint {path}: {error}") from error
     if optimizer is not None:
         for name, entries in moments.items():
             for key, value in entries.items():
@@ -205,8 +210,7 @@ def _room(entry: object, state: State, name: str) -> torch.Tensor | None:
 def _check_fit(path: Path, wanted: Mapping[str, torch.Tensor], metadata: Metadata) -> None:
     for key, tensor in wanted.items():
         saved = metadata.state_dict_metadata.get(key)
-        shape = tensor.whole if isinstance(tensor, Shards) else tensor.shape
-        expected = f"{tensor.dtype} {list(shape)}"
+        expected = f"{tensor.dtype} {list(tensor.size())}"
         got = "nothing"
         if isinstance(saved, TensorStorageMetadata):
             got = f"{saved.properties.dtype} {list(saved.size)}"

@@ -39,6 +39,10 @@ class Shards(torch.Tensor):
         }
         return made
 
+    def size(self) -> torch.Size:  # type: ignore[override]
+        """The size of the whole tensor, which is what the planner compares."""
+        return self.whole
+
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         """One for every chunk."""
         properties = TensorProperties(dtype=self.dtype)

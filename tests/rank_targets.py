@@ -18,7 +18,7 @@ from mllm_compile.runtime.optimizer import make_optimizer
 from mllm_compile.runtime.rank_main import RankContext
 from mllm_compile.runtime.state import State
 from mllm_compile.runtime.transport import PeerLostError
-from tests import group_work
+from tests import group_work, layouts_of_ranks, wide_stages
 from tests.three_stages import batches, model, run_rank
 
 CPU = torch.device("cpu")
@@ -73,6 +73,8 @@ def misbehave(how: str) -> None:
     if how == "exit":
         print("about to leave", flush=True)
         os._exit(3)
+    if how == "vanish":
+        os._exit(0)
     if how == "leave":
         sys.exit(0)
     if how == "raise":
@@ -165,3 +167,34 @@ def collectives(context: RankContext, payload: dict[str, Any]) -> Any:
             transport.group((0, 2))
     transport.close()
     return results
+
+
+def trained(context: RankContext, payload: dict[str, Any]) -> dict[str, torch.Tensor]:
+    transport = DistributedTransport(CPU)
+    found = layouts_of_ranks.train(transport, payload)
+    transport.close()
+    return found
+
+
+def wide(context: RankContext, payload: dict[str, Any]) -> Any:
+    """One step of two stages on shared ranks; losses, gradients and what a survivor is told."""
+    context.label("stages 0 and 1")
+    layout = wide_stages.Wide((0, 1), (0, 1))
+    programs = wide_stages.programs_of(layout, context.rank)
+    state = wide_stages.state_of(layout, context.rank)
+    transport = DistributedTransport(CPU, CHANNELS[:1] + CHANNELS[3:4])
+    wide_stages.connect(layout, transport, state)
+
+    def publish(text: str) -> None:
+        context.publish(text)
+        if context.rank == 1 and text.startswith(payload["dies_at"] or "never"):
+            time.sleep(0.5)
+            misbehave("kill" if payload.get("kill") else "vanish")
+
+    try:
+        result = wide_stages.run_rank(layout, transport, state, programs, publish=publish)
+    except PeerLostError as error:
+        return str(error)
+    state.finish(transport)
+    transport.close()
+    return dict(result.losses), {name: p.grad for name, p in state.parameters.items()}

@@ -8,12 +8,19 @@ import torch
 from torch import nn
 
 from mllm_compile.compiler.errors import RequestError
+from mllm_compile.compiler.holding import Holding
+from mllm_compile.compiler.layout import S
+from mllm_compile.compiler.mesh import MeshAxis
 from mllm_compile.compiler.request import Optimizer
 from mllm_compile.runtime import checkpoint
 from mllm_compile.runtime.launch import launch
+from mllm_compile.runtime.local_transport import run_threads
 from mllm_compile.runtime.optimizer import make_optimizer
+from mllm_compile.runtime.placement import Placement
 from mllm_compile.runtime.state import State
 from tests import three_stages
+from tests.layouts_of_ranks import LAYOUTS, assembled
+from tests.layouts_of_ranks import train as train_under
 
 ADAM = Optimizer("AdamW", lr=0.1)
 
@@ -145,3 +152,37 @@ def test_any_split_can_be_loaded_under_any_other(tmp_path: Path) -> None:
         resumed = checkpoint.load(checkpoint.checkpoints(path)[-1], state, optimizer)
         assert resumed.step == 1
         assert same(tensors(state, optimizer), expected)
+
+
+def test_a_job_goes_on_under_another_layout_as_if_it_had_stayed(tmp_path: Path) -> None:
+    """Two of four steps under data 2 x tensor 2; the rest there, in a pipeline, on one rank."""
+
+    def on_ranks(layout: str, num_ranks: int, **payload: object) -> dict[str, torch.Tensor]:
+        parts = launch("tests.rank_targets:trained", {"layout": layout, **payload}, num_ranks)
+        return assembled(layout, parts)
+
+    def equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
+        assert one.keys() == two.keys()
+        for key, value in one.items():
+            torch.testing.assert_close(value, two[key], rtol=1e-12, atol=1e-15)
+
+    wide, pipeline, one = LAYOUTS
+    paths = [str(tmp_path / name) for name in ("wide", "pipeline", "one")]
+    stayed = on_ranks(wide, 4, steps=4, save_after=1, target=paths[0])
+    assert len(stayed) == 4 + 3 * 3
+    equal(stayed, on_ranks(pipeline, 2, steps=2, source=paths[0], target=paths[1]))
+    payload = {"layout": one, "steps": 2, "source": paths[0], "target": paths[2]}
+    (alone,) = run_threads(1, lambda transport: train_under(transport, payload))
+    equal(stayed, assembled(one, {0: alone}))
+    equal(stayed, on_ranks(wide, 4, steps=0, source=paths[1]))
+    equal(stayed, on_ranks(wide, 4, steps=0, source=paths[2]))
+
+
+def test_a_part_of_another_model_is_refused(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 1, *made())
+    half = Holding.of((2, 4), (S(1, 1, 2),), (MeshAxis("tensor", 2),), (0,))
+    rest = Holding.of((2, 4), (S(1, 1, 2),), (MeshAxis("tensor", 2),), (1,))
+    placements = {"model.a.weight": Placement((2, 4), {0: half, 1: rest})}
+    state = State({"model.a.weight": nn.Parameter(torch.zeros(2, 2))}, {}, placements)
+    with pytest.raises(RequestError, match=r"model.a.weight: expected .*\[2, 4\], got .*\[2, 3\]"):
+        checkpoint.load(path, state)

@@ -71,6 +71,16 @@ def test_one_rank_of_a_pipeline_ends_all(mark: str, how: str, at: str, message: 
 
 
 @linux
+def test_a_rank_killed_inside_a_collective_ends_the_others(mark: str) -> None:
+    said = r"rank 1 \(stages 0 and 1\) was killed by signal 9 \(SIGKILL\) during 1F1 of step 7"
+    start = time.monotonic()
+    with pytest.raises(RunError, match=f"^{said}"):
+        launch("tests.rank_targets:wide", {"dies_at": "1F1", "kill": True}, 2)
+    assert time.monotonic() - start < 6 * LIMIT_SECONDS  # starting included
+    assert not marked(mark)
+
+
+@linux
 @pytest.mark.parametrize(
     ("how", "error", "message"),
     [
@@ -152,10 +162,12 @@ def _wait_for_ranks(mark: str, num_ranks: int) -> dict[int, int]:
     raise AssertionError("the ranks did not start")
 
 
-def _torchrun(target: str, num_ranks: int) -> subprocess.CompletedProcess[str]:
+def _torchrun(
+    target: str, num_ranks: int, payload: object = (2, 3)
+) -> subprocess.CompletedProcess[str]:
     code = (
         "from mllm_compile.runtime.launch import launch; "
-        f"print(launch('tests.rank_targets:{target}', [2, 3], {num_ranks}))"
+        f"print(launch('tests.rank_targets:{target}', {payload!r}, {num_ranks}))"
     )
     script = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     return subprocess.run(
@@ -178,3 +190,12 @@ def test_under_torchrun_the_survivors_name_the_peer_and_the_action() -> None:
     done = _torchrun("survives", 3)
     said = "rank 2 (stage 2) failed during 2F2 of step 7: rank 1 does not answer (Connection"
     assert said in done.stdout
+
+
+def test_under_torchrun_the_survivors_name_the_peer_and_the_collective() -> None:
+    done = _torchrun("wide", 2, {"dies_at": "1F1"})
+    said = (
+        "rank 0 (stage 1) failed during 1F1 of step 7: all_reduce of ranks 0, 1: rank 1 does not "
+        "answer (Connection"
+    )
+    assert said in done.stdout, done.stderr

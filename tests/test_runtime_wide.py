@@ -1,7 +1,6 @@
 """Stages of several ranks, several stages on one rank: the gradients of one process."""
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,13 +10,22 @@ from mllm_compile.compiler.action import Schedule
 from mllm_compile.compiler.errors import RunError
 from mllm_compile.compiler.request import Optimizer
 from mllm_compile.runtime.executor import Executor, StepResult
-from mllm_compile.runtime.groups import groups_of
+from mllm_compile.runtime.launch import launch
 from mllm_compile.runtime.local_transport import LocalTransport, run_threads
 from mllm_compile.runtime.optimizer import make_optimizer, update
 from mllm_compile.runtime.state import State
-from mllm_compile.runtime.transport import Transport
 from tests.stage_programs import prepared
-from tests.wide_stages import Wide, inputs, parameters, plain
+from tests.wide_stages import (
+    TOKENS,
+    Wide,
+    connect,
+    inputs,
+    parameters,
+    plain,
+    programs_of,
+    run_rank,
+    state_of,
+)
 
 LAYOUTS = [
     Wide((0, 1), (2, 3, 4)),
@@ -27,35 +35,6 @@ LAYOUTS = [
     Wide((2,), (0, 1, 2)),
     Wide((0, 1, 2), (1,)),
 ]
-TOKENS = (5, 2, 7)
-
-
-def state_of(wide: Wide, rank: int) -> State:
-    held = {
-        name: torch.nn.Parameter(placement.part(parameters()[name].detach(), rank).clone())
-        for name, placement in wide.placements.items()
-        if rank in placement.held
-    }
-    return State(held, {}, wide.placements)
-
-
-def run_rank(
-    wide: Wide, transport: Transport, state: State, programs: Sequence[dict], **kwargs: object
-) -> StepResult:
-    executor = Executor(transport, state, wide.meshes, **kwargs)
-    work = [{0: prepared({"x:batch:x": inputs(n, n)})} for n in TOKENS[: len(programs)]]
-    return executor.step(wide.schedule(len(work)), programs, work, number=7, measure=True)
-
-
-def programs_of(wide: Wide, rank: int) -> list[dict]:
-    return [
-        {s: wide.program(s, rank, n) for s, mesh in wide.meshes.items() if rank in mesh.ranks}
-        for n in TOKENS
-    ]
-
-
-def connected(wide: Wide, transport: Transport, state: State) -> None:
-    transport.connect({*groups_of(wide.meshes.values()), *state.groups})
 
 
 @pytest.mark.parametrize("wide", LAYOUTS, ids=str)
@@ -66,7 +45,7 @@ def test_two_steps_equal_one_process(wide: Wide) -> None:
 
     def rank_main(transport: LocalTransport) -> tuple[list, dict, State]:
         state = state_of(wide, transport.rank)
-        connected(wide, transport, state)
+        connect(wide, transport, state)
         optimizer = make_optimizer(Optimizer("AdamW", lr=0.1), state.parameters, divided=True)
         found = []
         for _ in range(2):
@@ -101,6 +80,19 @@ def test_two_steps_equal_one_process(wide: Wide) -> None:
         torch.testing.assert_close(placement.whole(grads), model[name].grad, rtol=1e-9, atol=1e-12)
         for rank, other in [(a, b) for g in placement.sums for a in g for b in g]:
             assert torch.equal(grads[rank], grads[other])
+
+
+def test_shared_ranks_between_processes() -> None:
+    results = launch("tests.rank_targets:wide", {"dies_at": ""}, 2)
+    model = parameters()
+    losses = [plain(model, inputs(n, n)) for n in TOKENS]
+    torch.stack(losses).sum().backward()
+    assert not results[1][0]
+    for m, loss in enumerate(losses):
+        torch.testing.assert_close(results[0][0][m], loss.detach(), rtol=1e-12, atol=0)
+    for name, placement in Wide((0, 1), (0, 1)).placements.items():
+        grads = {rank: results[rank][1][name] for rank in placement.held}
+        torch.testing.assert_close(placement.whole(grads), model[name].grad, rtol=1e-11, atol=1e-13)
 
 
 def test_pieces_to_the_rank_itself_are_no_messages() -> None:

@@ -21,10 +21,15 @@ from mllm_compile.compiler.program import Piece, Segment, StageProgram, Transfer
 from mllm_compile.compiler.reshard import Holdings, reshard
 from mllm_compile.kernels.collective import convert as _convert  # noqa: F401
 from mllm_compile.kernels.collective.members import Member, members
+from mllm_compile.runtime.executor import Executor, StepResult
+from mllm_compile.runtime.groups import groups_of
 from mllm_compile.runtime.placement import Placement
-from tests.stage_programs import alone
+from mllm_compile.runtime.state import State
+from mllm_compile.runtime.transport import Transport
+from tests.stage_programs import prepared
 
 WIDTH, COLUMNS = 4, 6
+TOKENS = (5, 2, 7)
 
 
 def parameters() -> dict[str, nn.Parameter]:
@@ -191,5 +196,29 @@ class Wide:
         return Schedule({rank: tuple(actions) for rank, actions in lists.items()})
 
 
-def one_rank() -> Wide:
-    return Wide(alone(0).ranks, alone(0).ranks)
+def state_of(wide: Wide, rank: int) -> State:
+    held = {
+        name: nn.Parameter(placement.part(parameters()[name].detach(), rank).clone())
+        for name, placement in wide.placements.items()
+        if rank in placement.held
+    }
+    return State(held, {}, wide.placements)
+
+
+def run_rank(
+    wide: Wide, transport: Transport, state: State, programs: Sequence[dict], **kwargs: object
+) -> StepResult:
+    executor = Executor(transport, state, wide.meshes, **kwargs)
+    work = [{0: prepared({"x:batch:x": inputs(n, n)})} for n in TOKENS[: len(programs)]]
+    return executor.step(wide.schedule(len(work)), programs, work, number=7, measure=True)
+
+
+def programs_of(wide: Wide, rank: int) -> list[dict]:
+    return [
+        {s: wide.program(s, rank, n) for s, mesh in wide.meshes.items() if rank in mesh.ranks}
+        for n in TOKENS
+    ]
+
+
+def connect(wide: Wide, transport: Transport, state: State) -> None:
+    transport.connect({*groups_of(wide.meshes.values()), *state.groups})
