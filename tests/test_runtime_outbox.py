@@ -69,3 +69,38 @@ def test_finish_completes_all() -> None:
     message = send(outbox, received, "0SEND_F0>1")
     outbox.finish()
     assert message.over
+
+
+def test_an_arrival_proves_nothing_about_other_ranks_of_its_stage() -> None:
+    """Ranks 1 and 2 run stage 1; one of them may be far behind."""
+    lists = {0: SCHEDULE.actions[0], 1: SCHEDULE.actions[1], 2: SCHEDULE.actions[1]}
+    received: set[str] = set()
+    outbox = Outbox(Schedule(lists), 0)
+    messages = [Message(received, name) for name in ("to 1", "to 2")]
+    outbox.sent(Action.parse("0SEND_F0>1"), {1: messages[:1], 2: messages[1:]})
+    received.add("to 1")
+    outbox.arrived(Action.parse("0RECV_B0<1"), 1)
+    assert [message.over for message in messages] == [True, False]
+    received.add("to 2")
+    outbox.arrived(Action.parse("0RECV_B0<1"), 2)
+    assert messages[1].over
+
+
+def test_a_skipped_send_counts() -> None:
+    """A lane without images sends nothing for microbatch 0; the peer's receives are counted."""
+    received: set[str] = set()
+    outbox = Outbox(SCHEDULE, 0)
+    outbox.sent(Action.parse("0SEND_F0>1"), {})
+    late = send(outbox, received, "0SEND_F1>1")
+    outbox.arrived(Action.parse("0RECV_B0<1"), 1)
+    assert not late.over
+    received.add("0SEND_F1>1")
+    outbox.arrived(Action.parse("0RECV_B1<1"), 1)
+    assert late.over
+
+
+def test_a_proof_may_come_before_the_send() -> None:
+    """The peer posts receives ahead: nothing has been sent that could be completed."""
+    lines = "0: 0RECV_B0<1,0F1,0SEND_F1>1\n1: 1RECV_F1<0,1I0,1SEND_B0>0"
+    outbox = Outbox(Schedule.from_text(lines), 0)
+    outbox.arrived(Action.parse("0RECV_B0<1"), 1)
