@@ -20,6 +20,7 @@ from mllm_compile.compiler.errors import RequestError, explain
 from mllm_compile.compiler.graph import Graph, tensors_of
 from mllm_compile.compiler.plan import NodeCost, Plan
 from mllm_compile.compiler.request import ModuleSpec, Optimizer, Parallel, Request
+from mllm_compile.compiler.sharding_json import from_table, parsed, texts, to_table
 from mllm_compile.compiler.stage import Boundary, Stage
 
 FORMAT = "mllm-compile decisions 1"
@@ -54,6 +55,8 @@ def to_json(plan: Plan) -> str:
         "boundaries": [asdict(boundary) for boundary in plan.boundaries],
         "placement": [[*site, stage] for site, stage in plan.placement.items()],
         "home": dict(plan.home),
+        "given_layouts": [[*held, texts(own)] for held, own in plan.given_layouts.items()],
+        "shardings": [to_table(sharding) for sharding in plan.shardings],
         "schedule": None if plan.schedule is None else plan.schedule.to_text().splitlines(),
     }
     rows = (f"{json.dumps(name)}: {_rows(table)}" for name, table in tables.items())
@@ -86,6 +89,8 @@ def from_json(text: str, captured: Captured) -> Plan:
         boundaries=tuple(Boundary(**_tuples(row)) for row in table["boundaries"]),
         placement={(owner, name, k): stage for owner, name, k, stage in table["placement"]},
         home=table["home"],
+        given_layouts={(module, name): parsed(own) for module, name, own in table["given_layouts"]},
+        shardings=tuple(map(from_table, table["shardings"])),
         schedule=None if schedule is None else Schedule.from_text("\n".join(schedule)),
     )
 

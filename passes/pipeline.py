@@ -7,14 +7,16 @@ from mllm_compile.compiler.pass_runner import Observer, Pass, run_passes
 from mllm_compile.compiler.plan import Held, Plan, Site
 from mllm_compile.compiler.request import Request
 from mllm_compile.compiler.sharding import Layouts
-from mllm_compile.passes import invariants
+from mllm_compile.passes import invariants, sharding_laws
 from mllm_compile.passes.annotate import annotate
 from mllm_compile.passes.partition import partition
 from mllm_compile.passes.schedule import schedule
+from mllm_compile.passes.shard import shard
 
 PASSES = (
     Pass(annotate, invariants.ANNOTATE),
     Pass(partition, invariants.PARTITION),
+    Pass(shard, sharding_laws.SHARD),
     Pass(schedule, invariants.SCHEDULE),
 )
 

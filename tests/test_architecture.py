@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "kernels": ({"kernels", "compiler"}, {"torch", "triton", "sympy"}),
     "passes": (
         {"passes", "compiler", "kernels"},
-        {"torch", "sympy", "networkx", "numpy", "transformers"},
+        {"torch", "sympy", "networkx", "numpy", "scipy", "transformers"},
     ),
     "runtime": ({"runtime", "compiler", "kernels"}, {"torch", "numpy"}),
     "mllm_compile": (

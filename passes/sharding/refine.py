@@ -10,6 +10,7 @@ those already found is dropped, which only costs strategies.
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 
 from torch import fx
@@ -72,6 +73,12 @@ class Refinement:
     def part_class(self, value: Value, dim: int, outer: int, size: int) -> Hashable:
         """The class of a part of a dim: ``size`` elements, ``outer`` elements outside of it."""
         return self.classes.find((value, dim, outer, size))
+
+
+@lru_cache(maxsize=1)
+def refined(main: fx.GraphModule) -> Refinement:
+    """The refinement of a captured graph, which is read-only."""
+    return refine(main.graph.nodes)
 
 
 def refine(nodes: Iterable[fx.Node]) -> Refinement:
