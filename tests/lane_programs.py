@@ -51,7 +51,7 @@ class Lanes:
 
     def local(self, stage: int, rank: int, name: str) -> torch.Tensor:
         """What a rank has of its lane's value: its tensor rank's part of the last dim."""
-        value = self.values[id(self.plan(stage, rank))][name.lstrip("d%")]
+        value = self.values[id(self.plan(stage, rank))][name.removeprefix("d").removeprefix("%")]
         mesh = self.mesh(stage)
         count = mesh.size("tensor")
         if count == 1 or value.shape[-1] % count:

@@ -25,6 +25,8 @@ class Rows(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.form == "flat":
             x = x.flatten(0, 1)
+        if self.form == "twice":  # two copies of the batch, one behind the other
+            x = x.expand(2, *x.shape).flatten(0, 2)
         if self.form == "tokens first":
             x = x.transpose(0, 1)
         value = self.encoder(x.mean(0) if self.form == "pooled" else x)
@@ -68,7 +70,7 @@ def lanes(model: nn.Module, samples: Sequence[Tensor], encoders: int, decoders: 
     return microbatch.lanes(PATHS, [(1, encoders), (1, decoders)], shared=False)
 
 
-@pytest.mark.parametrize("form", ["batch first", "tokens first", "flat"])
+@pytest.mark.parametrize("form", ["batch first", "tokens first", "flat", "twice"])
 @pytest.mark.parametrize("sizes", [(3, 2), (2, 3), (1, 4)])
 def test_samples_in_any_dim(form: str, sizes: tuple[int, int]) -> None:
     found = lanes(Rows(form), rows(5, 5, 5, 5), *sizes)

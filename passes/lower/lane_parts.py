@@ -6,6 +6,10 @@ the only one in which lanes may differ and both modules have the same number of 
 the value (no image among its samples) has no rows of it.
 
 What depends on no sample at all may be the same on every lane: then each lane has all of it.
+
+Assumed: where the analysis of samples (passes/capture/spread.py) does not know how many rows each
+sample has, rows are packed, not padded to the longest sample of a lane. Padding would show in their
+number, unless neither data size divides the other and the sums happen to agree.
 """
 
 from collections.abc import Sequence
@@ -154,12 +158,12 @@ def _refuse(value: LaneValue, expected: str, got: str) -> NoReturn:
     raise PlanError(explain(where, expected=expected, got=got, remedy=REMEDY))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def _nodes(main: fx.GraphModule) -> dict[str, fx.Node]:
     return {node.name: node for node in main.graph.nodes}
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def _spreads(main: fx.GraphModule, inputs: tuple[Input, ...]) -> dict[fx.Node, Spread]:
     placeholders = main.graph.find_nodes(op="placeholder")
     return spreads(main.graph.nodes, dict(zip(placeholders, inputs, strict=True)))
