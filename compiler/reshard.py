@@ -52,7 +52,8 @@ def reshard(value: str, sources: Holdings, targets: Holdings) -> tuple[Move, ...
         targets: what ranks need of it.
 
     Raises:
-        PlanError: a rank needs elements that no rank holds.
+        PlanError: a rank needs elements that no rank holds; or the moves break the law, which would
+            be a fault of this file.
     """
     try:
         return _reshard(tuple(sources.items()), tuple(targets.items()))
@@ -78,12 +79,12 @@ def _reshard(
                 raise PlanError(explain(f"rank {user}", expected="ranks that hold it", got=got))
     for holders, demands in shared.items():
         moves += _shares(holders, demands)
-    return tuple(
-        sorted(
-            Move(source, target, _local(holds[source], cell), _local(needs[target], cell))
-            for source, target, cell in moves
-        )
+    made = sorted(
+        Move(source, target, _local(holds[source], cell), _local(needs[target], cell))
+        for source, target, cell in moves
     )
+    check_moves(holds, needs, made)
+    return tuple(made)
 
 
 def _cells(
@@ -135,43 +136,40 @@ def _local(holding: Holding, cell: Region) -> Region:
     return tuple(regions.locate(indices, wanted) for indices, wanted in pairs)
 
 
-def check_moves(value: str, sources: Holdings, targets: Holdings, moves: Sequence[Move]) -> None:
-    """Every rank gets each element that it needs exactly once, as the element that it is.
+def check_moves(sources: Holdings, targets: Holdings, moves: Sequence[Move]) -> None:
+    """The law: every rank gets each element that it needs exactly once, as the element that it is.
 
     Raises:
-        PlanError: the first move or element that is wrong; names the value, ranks and elements.
+        PlanError: the first move or element that is wrong; names ranks and elements.
     """
     for move in moves:
-        sent = _whole_region(sources, move.source, move.source_region, value)
-        received = _whole_region(targets, move.target, move.target_region, value)
+        sent = _whole_region(sources, move.source, move.source_region)
+        received = _whole_region(targets, move.target, move.target_region)
         if sent != received:
-            raise PlanError(
-                explain(
-                    f"value {value}, rank {move.source} -> rank {move.target}",
-                    expected=f"elements {regions.text(received)}",
-                    got=regions.text(sent),
-                )
-            )
+            where = f"rank {move.source} -> rank {move.target}"
+            expected = f"elements {regions.text(received)}"
+            raise PlanError(explain(where, expected=expected, got=regions.text(sent)))
     for rank, holding in targets.items():
-        mine = [move for move in moves if move.target == rank]
-        everything = Holding.whole(holding.shape).region
-        parts = [everything, *(move.target_region for move in mine)]
-        for bits, cell in regions.cells(parts, 1):
-            senders = [move.source for at, move in enumerate(mine, 1) if bits >> at & 1]
-            if len(senders) != 1 and regions.size(cell):
-                rows = regions.text(_global(holding, cell))
-                times = f"it {len(senders)} times, from ranks {senders}" if senders else "nothing"
-                where = f"value {value}, rank {rank}, elements {rows}"
-                raise PlanError(explain(where, expected="each element once", got=times))
+        _check_coverage(rank, holding, [move for move in moves if move.target == rank])
 
 
-def _whole_region(holdings: Holdings, rank: int, region: Region, value: str) -> Region:
+def _check_coverage(rank: int, holding: Holding, moves: Sequence[Move]) -> None:
+    parts = [Holding.whole(holding.shape).region, *(move.target_region for move in moves)]
+    for bits, cell in regions.cells(parts, 1):
+        senders = [move.source for at, move in enumerate(moves, 1) if bits >> at & 1]
+        if len(senders) != 1:
+            where = f"rank {rank}, elements {regions.text(_global(holding, cell))}"
+            got = f"it {len(senders)} times, from ranks {senders}" if senders else "nothing"
+            raise PlanError(explain(where, expected="each element once", got=got))
+
+
+def _whole_region(holdings: Holdings, rank: int, region: Region) -> Region:
     """A region of a rank's local tensor as indices into the whole value."""
     try:
         Holding(region)
         return _global(holdings[rank], region)
     except (KeyError, ValueError, PlanError) as error:
-        where = f"value {value}, rank {rank}, region {regions.text(region)}"
+        where = f"rank {rank}, region {regions.text(region)}"
         raise PlanError(explain(where, expected="a part of what the rank holds")) from error
 
 
