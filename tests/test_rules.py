@@ -139,21 +139,69 @@ def every_operator(x, weight, bias, index):
     return rows.index_select(0, index) + rows.amax(1, keepdim=True)
 
 
-def small_instances():
-    torch.manual_seed(0)
-    x, weight = torch.randn(6, 6).double(), torch.randn(6, 6).double()
-    inputs = [x, weight, torch.randn(6).double(), torch.tensor([3, 0, 5, 1, 1, 4])]
-    graph = make_fx(every_operator)(*inputs)
+def small_instances(function, *inputs):
+    graph = make_fx(function)(*inputs)
     return instances(graph, [x.requires_grad_() if continuous(x) else x for x in inputs])
+
+
+def normal(*shape):
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+ORDER = torch.tensor([3, 0, 5, 1, 1, 4])
+KEPT = torch.tensor([[1, 0, 1, 1, 0, 0], [0, 1, 0, 0, 1, 0]]).bool()
+aten = torch.ops.aten
+
+# Forms of operators that the families above do not have, and the factors they must leave free.
+FORMS = {
+    "rows kept by a mask": (
+        aten.masked_scatter,
+        (normal(2, 6, 4), KEPT[..., None], normal(5, 4)),
+        1,
+    ),
+    "depthwise": (
+        lambda x, w, b: aten.convolution(x, w, b, [1], [1], [1], False, [0], 6),
+        (normal(2, 6, 5), normal(12, 1, 3), normal(12)),
+        3,
+    ),
+    "repeated dims": (lambda x: x.repeat(3, 2, 1), (normal(4, 6),), 2),
+    "rows added": (lambda x, s: x.index_add(0, ORDER, s), (normal(6, 4), normal(6, 4)), 2),
+    "values added": (
+        lambda x, v: aten.index_put(x, [ORDER], v, True),
+        (normal(6, 4), normal(6, 4)),
+        2,
+    ),
+    "one dim picked from": (lambda x: x.gather(1, ORDER[None].expand(4, 6)), (normal(4, 8),), 2),
+    "indices apart": (lambda x: x[ORDER, :, ORDER], (normal(6, 4, 6),), 2),
+    "dims without a common boundary": (lambda x: x.view(2, 10, 6, 2), (normal(2, 4, 15, 2),), 2),
+    "a mean over parts": (lambda x: x.mean((0, 2)), (normal(4, 6, 5),), 3),
+    "counts": (lambda x: torch.histc(x, 4, -2.0, 2.0), (normal(12),), 1),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_strategy_of_a_form(form):
+    function, inputs, free = FORMS[form]
+    (instance,) = list(small_instances(lambda *args: function(*args), *inputs))[-1:]
+    factors = factors_of(instance.node)
+    assert len(factors.sizes.keys() - factors.whole) == free
+    assert wrong_strategies(instance, factors)[0] == []
+
+
+def test_a_mask_of_single_elements_leaves_nothing_free():
+    mask = normal(2, 6, 4) > 0
+    (instance,) = small_instances(aten.masked_scatter, normal(2, 6, 4), mask, normal(12, 4))
+    assert factors_of(instance.node) is None
 
 
 @pytest.mark.parametrize("reason", [None, *WRONG])
 def test_a_wrong_rule_is_caught(reason, monkeypatch):
     target, rule = WRONG.get(reason, ("", None))
     monkeypatch.setitem(rules.RULES, target, rule)
+    inputs = normal(6, 6), normal(6, 6) / 2, normal(6), ORDER
     wrong = {
         name_of(instance.node)
-        for instance in small_instances()
+        for instance in small_instances(every_operator, *inputs)
         if wrong_strategies(instance, factors_of(instance.node))[0]
     }
     assert wrong == ({target} if reason else set())

@@ -28,6 +28,7 @@ from mllm_compile.passes.sharding.rules_index import (
     index_add,
     index_put,
     index_select,
+    masked_scatter,
     scatter,
     search,
 )
@@ -142,6 +143,7 @@ RULES: dict[str, Rule] = {
     "aten::index_add": index_add,
     "aten::gather": gather,
     "aten::scatter": scatter,
+    "aten::masked_scatter": masked_scatter,
     "aten::searchsorted": search,
     "aten::bucketize": "..., t! -> ...",
     **dict.fromkeys(_CREATION, creation),
@@ -158,7 +160,6 @@ RULES: dict[str, Rule] = {
 
 WHOLE = {
     "aten::_embedding_bag": "bags of any length stand one behind the other",
-    "aten::masked_scatter": "the k-th row that is kept comes from the k-th row of the source",
     "aten::nonzero_static": "which places are kept depends on all elements before them",
     "mllm::function": "a function of the model, of which nothing is known",
     "mllm::hoisted": "a call of the model, of which nothing is known",

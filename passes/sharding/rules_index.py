@@ -107,3 +107,31 @@ def _alike(own: Collection[int], x: Shape, *others: Shape) -> bool:
 def search(call: Call) -> str | None:
     """``searchsorted`` of any values in one sorted list."""
     return "t!, ... -> ..." if len(call.inputs) == 2 and len(call.inputs[0]) == 1 else None
+
+
+def masked_scatter(call: Call) -> str | None:
+    """Kept places take the source's elements in order: a mask of whole rows leaves rows free.
+
+    The k-th kept row comes from the k-th row of the source, so the dims that number rows are whole.
+    """
+    x, mask, source = call.inputs
+    row = len(x) - len(_numbering(call["mask"], x))
+    if not row or x[len(x) - row :] != source[len(source) - row :]:
+        return None
+    kept = [f"x{dim}" for dim in range(row)]
+    left = " ".join([*(f"n{dim}!" for dim in range(len(x) - row)), *kept])
+    own = left.split()[len(x) - len(mask) :]
+    rows = " ".join([*(f"r{dim}!" for dim in range(len(source) - row)), *kept])
+    return f"{left}, {' '.join(own)}, {rows} -> {left} | 0+2"
+
+
+def _numbering(mask: torch.fx.Node, x: Shape) -> Shape:
+    """The sizes of the dims of ``x`` up to the last one along which the mask may change."""
+    value = tensors_of(mask)[0]
+    shape = () if value is None else tuple(value.shape)
+    if mask.target is torch.ops.aten.expand.default:
+        return _numbering(mask.args[0], x)  # type: ignore[arg-type]
+    count = len(shape)
+    while count and shape[count - 1] == 1:
+        count -= 1
+    return x[: len(x) - len(shape) + count]
