@@ -57,10 +57,10 @@ class Decisions:
         return strategies(factors, axis, Gradients.of(node, self.plan), outer)
 
     def _along(self, node, options):
-        """The strategies that divide the tokens: dim 1 of the embedded ids."""
-        embedding = next(n for n in self.placed if "embedding" in str(n.target))
-        sizes = self.refined.parts((embedding, 0))[1]
-        tokens = self.refined.part_class((embedding, 0), 1, 1, sizes[0])
+        """The strategies that divide the tokens: the queries of the last attention."""
+        attention = [n for n in self.placed if n.target is torch.ops.mllm.attention.default][-1]
+        sizes = self.refined.parts((attention, 0))[2]
+        tokens = self.refined.part_class((attention, 0), 2, 1, sizes[0])
         return [s for s in options if self._class(node, s.name) == tokens]
 
     def context(self):
@@ -242,9 +242,28 @@ def assert_exact(model, batch, plan, values, tolerance=1e-9):
         error = (got - gradient).norm().item()
         assert error <= tolerance * max(gradient.norm().item(), floor), (name, error)
     assert {name for _, (_, found) in results for name in found} == set(gradients)
+    _assert_same_collectives(programs, plan)
     for group in _groups(logs, [where for where, _ in results]):
         assert len(group) == 1, "ranks of a group call different collectives"
     return programs, logs
+
+
+def _assert_same_collectives(programs, plan):
+    """All ranks of a stage are cut alike: the same collectives in the same order, per segment."""
+    for stage in plan.stages:
+        mine = [program for (index, _), program in programs.items() if index == stage.index]
+        for part in ("forward", "input_grad", "weight_grad"):
+            segments = [getattr(program, part) for program in mine]
+            found = {
+                tuple(
+                    (node.args[3], node.args[1][0], node.args[2][0])
+                    for node in (segment.graph.graph.nodes if segment else ())
+                    if str(node.target) == "mllm.convert.default"
+                )
+                for segment in segments
+            }
+            assert len(found) == 1, (stage.index, part)
+            assert len({segment and (segment.inputs, segment.outputs) for segment in segments}) == 1
 
 
 def _groups(logs, places):

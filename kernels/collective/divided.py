@@ -102,8 +102,8 @@ def divided_grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor, axis: str) -
     """``mllm::grouped_mm`` of all rows with the matrices [E / n, I, O] at hand; offsets [E]."""
     count = weights.shape[0]
     first = member(axis).place * count
-    start = offsets[first - 1 : first] if first else None
-    own: Tensor = grouped_mm(x, weights, offsets[first : first + count], start)
+    bounds = torch.cat([offsets.new_zeros(1), offsets])[first : first + count + 1]
+    own: Tensor = grouped_mm(x, weights, bounds[1:], bounds[:1])
     return own
 
 
