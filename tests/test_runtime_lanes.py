@@ -1,7 +1,7 @@
 """Two data lanes of an encoder feed one stage that runs the samples of both."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -13,10 +13,13 @@ from mllm_compile.compiler.captured import TensorSpec
 from mllm_compile.compiler.errors import RunError
 from mllm_compile.compiler.mesh import Mesh
 from mllm_compile.compiler.program import Piece, Segment, StageProgram, Transfer
+from mllm_compile.runtime import executor as executor_module
 from mllm_compile.runtime.executor import Executor
 from mllm_compile.runtime.local_transport import LocalTransport, run_threads
+from mllm_compile.runtime.outbox import Outbox
 from mllm_compile.runtime.placement import Placement
 from mllm_compile.runtime.state import State
+from mllm_compile.runtime.transport import Handle
 from tests.stage_programs import alone, prepared
 
 WIDTH = 4
@@ -165,6 +168,27 @@ def test_lanes_equal_one_process(rows: Sequence[Rows]) -> None:
         torch.testing.assert_close(results[rank][0], model[name].grad, rtol=1e-11, atol=1e-13)
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.values()])
     torch.testing.assert_close(results[0][2], norm, rtol=1e-12, atol=0)
+
+
+def test_a_skipped_send_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proofs count the peer's receives, which it posts for the other lane."""
+    sent: list[tuple[str, int]] = []
+
+    class Recording(Outbox):
+        def sent(self, send: Action, handles: Mapping[int, Sequence[Handle]]) -> None:
+            sent.append((str(send), len(handles)))
+            super().sent(send, handles)
+
+    monkeypatch.setattr(executor_module, "Outbox", Recording)
+
+    def rank_main(transport: LocalTransport) -> None:
+        programs = [{}, {0: encoder(0)}]
+        inputs = [{}, {0: prepared({"x:batch:pixels": pixels(0, 0, 0)})}]
+        executor = Executor(transport, State({"vision": parameters()["vision"]}), MESHES)
+        executor.step(Schedule.from_text("0: 0F0,0SEND_F0>1,0F1,0SEND_F1>1"), programs, inputs)
+
+    run_threads(1, rank_main)
+    assert sent == [("0SEND_F0>1", 0), ("0SEND_F1>1", 0)]
 
 
 def test_without_lanes_nothing_may_be_missing() -> None:
