@@ -1,0 +1,214 @@
+"""Sharding: which layouts the integer programs find, with the collectives that follow."""
+
+import time
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mllm_compile.compiler.graph import Graph
+from mllm_compile.compiler.request import ModuleSpec, Parallel, Request
+from mllm_compile.passes import shard as shard_pass
+from mllm_compile.passes.capture.capture import capture
+from mllm_compile.passes.pipeline import make_plan
+from tests.sharded import (
+    Mixture,
+    batch,
+    collectives,
+    decoder,
+    flops_per_rank,
+    layout_of,
+    sharded,
+)
+
+LARGE = {"hidden": 4096, "heads": 32, "kv": 8, "vocabulary": 32000, "tokens": 4096, "meta": True}
+
+
+def per_layer(axis, few, many, layers):
+    """Collectives that every further layer adds, in each direction."""
+    counts = zip(collectives(many, axis), collectives(few, axis), strict=True)
+    added = [{kind: more[kind] - fewer[kind] for kind in more | fewer} for more, fewer in counts]
+    return [{kind: n / layers for kind, n in each.items() if n} for each in added]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_small_layers_take_two_all_reduces_in_each_direction(tied, ranks):
+    few, many = (sharded(decoder(n, tied=tied), tensor=ranks) for n in (2, 8))
+    assert per_layer("tensor", few, many, 6) == [{"all-reduce": 2}, {"all-reduce": 2}]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_large_layers_take_two_gathers_and_two_reduce_scatters(tied):
+    few, many = (sharded(decoder(n, tied=tied, **LARGE), tensor=8) for n in (3, 5))
+    both = {"all-gather": 2, "reduce-scatter": 2}
+    assert per_layer("tensor", few, many, 2) == [both, both]
+
+
+@pytest.mark.parametrize("split", ["contiguous", "zigzag"])
+def test_context_gathers_keys_and_values_alone(split):
+    for layers in (2, 8):
+        plan = sharded(decoder(layers), split, context=2)
+        forward, backward = collectives(plan, "context")
+        assert forward == {"all-gather": 2 * layers, "all-reduce": 1}  # the loss, a scalar
+        assert backward == {"reduce-scatter": 2 * layers}
+
+
+def test_matrices_are_divided_in_columns_then_in_rows():
+    plan = sharded(decoder(2), tensor=2)
+    block = "model.layers.1"
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+        assert layout_of(plan, f"{block}.{name}.weight") == ["S(0,1,2)"]
+    for name in ("mlp.gate_proj", "mlp.up_proj"):
+        assert layout_of(plan, f"{block}.{name}.weight") == ["S(0,1,2)"]
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        assert layout_of(plan, f"{block}.{name}.weight") == ["S(1,1,2)"]
+    assert layout_of(plan, f"{block}.input_layernorm.weight") == ["R"]
+
+
+def test_parameters_vary_on_the_context_axis():
+    plan = sharded(decoder(2), context=2, tensor=2)
+    assert layout_of(plan, "model.layers.0.self_attn.q_proj.weight") == ["V", "S(0,1,2)"]
+    assert layout_of(plan, "model.norm.weight")[0] == "V"
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"tensor": 2}, {"tensor": 4}, {"context": 2}, {"context": 4}, {"context": 2, "tensor": 2}],
+)
+def test_no_work_is_repeated(sizes):
+    plan = sharded(decoder(2), **sizes)
+    ranks = Parallel(**sizes).size
+    assert flops_per_rank(plan) == pytest.approx(1 / ranks, rel=1e-9)
+    assert plan.shardings[0].notes == ()
+
+
+def test_uneven_tokens_are_divided_as_evenly_as_can_be():
+    plan = sharded(decoder(2, tokens=15), context=4)
+    assert flops_per_rank(plan) == pytest.approx(4 / 15, rel=1e-9)
+
+
+def test_no_name_is_used():
+    program = decoder(2)
+    inputs = tuple(
+        replace(item, name=f"x{place}") if item.kind == "parameter" else item
+        for place, item in enumerate(program.inputs)
+    )
+    plan = sharded(replace(program, inputs=inputs), tensor=2)
+    assert collectives(plan, "tensor") == collectives(sharded(program, tensor=2), "tensor")
+
+
+def test_heads_in_groups_are_divided_within_their_groups():
+    plan = sharded(decoder(2, heads=8, kv=2), tensor=4)
+    attention = plan.captured.main.graph.find_nodes(
+        op="call_function", target=torch.ops.mllm.attention.default
+    )
+    assert len(attention) == 2
+    for node in attention:
+        (strategy,) = plan.shardings[0].strategies[node.name]
+        assert str(strategy.inputs[0]) == "S(1,2,4)"  # the four heads of each of two groups
+        assert not strategy.inputs[1].divided
+    assert flops_per_rank(plan) == pytest.approx(1 / 4)
+
+
+def test_heads_that_do_not_divide_run_whole_and_are_reported():
+    plan = sharded(decoder(2, heads=6, kv=6, hidden=48, tokens=15), tensor=4)
+    (note,) = plan.shardings[0].notes
+    assert "2 mllm.attention.default of model.layers.*.self_attn whole on every rank" in note
+    assert "FLOPs: 4 ranks do not divide 6, 15" in note
+    assert layout_of(plan, "model.layers.0.self_attn.q_proj.weight")[0].startswith("S(")
+
+
+def test_a_vocabulary_that_does_not_divide_is_divided_otherwise():
+    plan = sharded(decoder(2, vocabulary=130), tensor=4)
+    assert layout_of(plan, "lm_head.weight") == ["S(1,1,4)"]
+    assert layout_of(plan, "model.embed_tokens.weight") == ["S(1,1,4)"]
+    assert flops_per_rank(plan) == pytest.approx(1 / 4)
+
+
+def test_an_operator_without_a_rule_is_reported(monkeypatch):
+    program = decoder(2)
+    known = shard_pass.refined(program.main)
+    silu = [node for node in known.factors if "silu" in str(node.target)]
+    assert silu
+    fewer = {node: factors for node, factors in known.factors.items() if node not in silu}
+    unruled = replace(known, factors=fewer)
+    monkeypatch.setattr(shard_pass, "refined", lambda main: unruled)
+    plan = make_plan(sharded(program, tensor=2).request, program, stop_after="shard")
+    assert "no rule, so whole on every rank: aten.silu.default 2" in plan.shardings[0].notes
+
+
+def test_experts_are_divided_and_nothing_else():
+    plan = sharded(capture(Mixture(), {"ids": batch(32)["input_ids"]}), expert=2)
+    assert layout_of(plan, "up") == layout_of(plan, "down") == ["S(0,1,2)"]
+    for name in ("router.weight", "embed.weight", "head.weight"):
+        assert layout_of(plan, name) in (["R"], ["V"])
+    assert collectives(plan, "expert")[0].total() == 1  # joins what the experts made
+    contractions = {
+        str(node.target): plan.shardings[0].strategies[node.name][0].name
+        for node in Graph(plan.captured).placed
+        if plan.costs[node.name].total
+    }
+    assert contractions["aten.bmm.default"] == "b"
+    assert contractions["aten.mm.default"].startswith("whole")
+
+
+def test_stages_of_a_module_hand_values_on_as_they_are():
+    plan = sharded(decoder(4, **LARGE), tensor=8, pipeline=2)
+    (boundary,) = plan.boundaries
+    for value in boundary.values:
+        assert [str(x) for x in plan.shardings[0].sent[value]] == ["S(1,1,8)"]
+        assert plan.shardings[0].layouts[value] == plan.shardings[0].sent[value]
+
+
+def test_tied_parameters_are_held_alike_in_all_stages():
+    plan = sharded(decoder(2, tied=True), tensor=2, pipeline=2)
+    assert plan.stages[0].parameters[0] in plan.stages[1].parameters
+    assert layout_of(plan, "model.embed_tokens.weight")[0].startswith("S(")
+
+
+@pytest.mark.parametrize(("sizes", "divided"), [((2, 2), True), ((2, 4), False)])
+def test_tied_parameters_of_modules_with_other_axes_are_whole(sizes, divided):
+    first, second = (Parallel(tensor=size) for size in sizes)
+    ranks = range(sum(sizes))
+    modules = (
+        ModuleSpec(("model.embed_tokens", "model.layers.0"), tuple(ranks[: sizes[0]]), first),
+        ModuleSpec(("model.layers.1", "model.norm", "lm_head"), tuple(ranks[sizes[0] :]), second),
+    )
+    plan = make_plan(Request(modules), decoder(2, tied=True), stop_after="shard")
+    held = [layout_of(plan, "model.embed_tokens.weight", module)[0] for module in (0, 1)]
+    assert [layout.startswith("S") for layout in held] == [divided, divided]
+    assert not divided or held[0] == held[1]
+
+
+def test_other_programs_hold_parameters_alike():
+    plan = sharded(decoder(2), context=2, tensor=2)
+    given = {**plan.parameter_layouts, (0, "model.norm.weight"): plan.shardings[0].whole}
+    other = sharded(decoder(2, tokens=8), given=given, context=2, tensor=2)
+    assert other.parameter_layouts == given
+
+
+def test_modules_on_single_ranks_have_nothing_to_decide():
+    plan = sharded(decoder(2), pipeline=2)
+    assert [sharding.axes for sharding in plan.shardings] == [()]
+    assert not plan.shardings[0].strategies
+
+
+@pytest.mark.slow
+def test_eighty_layers_are_decided_in_half_a_second(monkeypatch):
+    """The integer programs alone, in processor time."""
+    program = decoder(80, **{**LARGE, "hidden": 8192, "heads": 64})
+    spent = Counter()
+    solve = shard_pass.solve
+
+    def timed(*arguments):
+        start = time.process_time()
+        found = solve(*arguments)
+        spent["seconds"] = max(spent["seconds"], time.process_time() - start)
+        return found
+
+    monkeypatch.setattr(shard_pass, "solve", timed)
+    plan = sharded(program, tensor=8)
+    assert spent["seconds"] <= 0.5
+    assert flops_per_rank(plan) == pytest.approx(1 / 8)
