@@ -18,6 +18,9 @@ from mllm_compile.runtime.transport import Handle, PeerLostError, Transport, rea
 
 _COMBINE: Mapping[Reduction, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum}
 
+_SMALL = 1024
+"""Elements up to which it is the number of messages that counts, not their size."""
+
 
 class Links(Protocol):
     """Channels between the members of one group, apart from those of every other group."""
@@ -55,6 +58,9 @@ class Group:
 
     def all_reduce(self, x: torch.Tensor, reduction: Reduction = "sum") -> torch.Tensor:
         """The elementwise sum or maximum over all members, whose shapes are equal."""
+        if self.size == 2 or x.numel() <= _SMALL:
+            everything = self._exchange([x] * self.size, [x.shape] * self.size, "all_reduce")
+            return _combined(everything, reduction)
         parts = x.reshape(-1).tensor_split(self.size)
         mine = self._reduce_scatter(parts, "all_reduce", reduction)
         sums = self._exchange([mine] * self.size, [part.shape for part in parts], "all_reduce")
@@ -63,14 +69,8 @@ class Group:
     def _reduce_scatter(
         self, parts: Sequence[torch.Tensor], purpose: str, reduction: Reduction = "sum"
     ) -> torch.Tensor:
-        shape, combine = parts[self.place].shape, _COMBINE[reduction]
-        total, *others = self._exchange(parts, [shape] * self.size, purpose)
-        if not others:
-            return total
-        total = combine(total, others[0])
-        for other in others[1:]:
-            combine(total, other, out=total)
-        return total
+        shape = parts[self.place].shape
+        return _combined(self._exchange(parts, [shape] * self.size, purpose), reduction)
 
     def _exchange(
         self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape], purpose: str
@@ -136,6 +136,16 @@ class NativeGroup(Group):
         except RuntimeError as error:
             ranks = ", ".join(map(str, self.ranks))
             raise PeerLostError(f"{purpose} of ranks {ranks}: {reason(error)}") from error
+
+
+def _combined(parts: Sequence[torch.Tensor], reduction: Reduction) -> torch.Tensor:
+    combine, (total, *others) = _COMBINE[reduction], parts
+    if not others:
+        return total
+    total = combine(total, others[0])
+    for other in others[1:]:
+        combine(total, other, out=total)
+    return total
 
 
 def groups_of(meshes: Iterable[Mesh]) -> set[tuple[int, ...]]:
