@@ -44,7 +44,7 @@ class Group:
 
     def all_gather(self, x: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
         """The tensors of all members, in the order of ``ranks``; ``shapes`` are theirs."""
-        return self._exchange([x] * self.size, shapes, "all_gather")
+        return self._exchange([wire(x)] * self.size, shapes, "all_gather")
 
     def all_to_all(
         self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape]
@@ -59,7 +59,7 @@ class Group:
     def all_reduce(self, x: torch.Tensor, reduction: Reduction = "sum") -> torch.Tensor:
         """The elementwise sum or maximum over all members, whose shapes are equal."""
         if self.size == 2 or x.numel() <= _SMALL:
-            everything = self._exchange([x] * self.size, [x.shape] * self.size, "all_reduce")
+            everything = self._exchange([wire(x)] * self.size, [x.shape] * self.size, "all_reduce")
             return _combined(everything, reduction)
         parts = x.reshape(-1).tensor_split(self.size)
         mine = self._reduce_scatter(parts, "all_reduce", reduction)
@@ -79,10 +79,9 @@ class Group:
         own = parts[self.place]
         received = [own if i == self.place else own.new_empty(s) for i, s in enumerate(shapes)]
         others = [(i, peer) for i, peer in enumerate(self.ranks) if i != self.place]
-        sent = [wire(part) for part in parts]
         try:
             handles = [self._links.receive(received[i], peer, purpose) for i, peer in others]
-            handles += [self._links.send(sent[i], peer, purpose) for i, peer in others]
+            handles += [self._links.send(wire(parts[i]), peer, purpose) for i, peer in others]
             for handle in handles:
                 handle.wait()
         except PeerLostError as error:
