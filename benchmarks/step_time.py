@@ -126,7 +126,7 @@ def ours(model, batch, options):
     request = Request(modules, microbatches=options.microbatches)
     compiler = Compiler(request, model)
     parts = [value.chunk(options.microbatches) for value in batch.values()]
-    batches = [dict(zip(batch, part, strict=True)) for part in zip(*parts, strict=True)]
+    batches = [{1: (dict(zip(batch, part, strict=True)),)} for part in zip(*parts, strict=True)]
     channels = channels_of(compiler.step(batches))
     rank = Rank(compiler, DistributedTransport(torch.device("cpu"), channels))
 

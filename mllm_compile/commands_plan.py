@@ -17,7 +17,7 @@ from mllm_compile.compiler.plan import Plan
 from mllm_compile.compiler.request import Request
 from mllm_compile.document import Document
 from mllm_compile.meta import parameters_on_meta
-from mllm_compile.model import load_workload, microbatches, ready_model
+from mllm_compile.model import load_workload, microbatches, ready_model, whole
 from mllm_compile.output import Output, write
 from mllm_compile.passes.capture import programs
 from mllm_compile.passes.capture.capture import loss_of
@@ -34,7 +34,7 @@ def capture(options: Namespace) -> int:
     """One graph: nodes, operators, modules, trained and frozen parts, difference to eager."""
     request = Request.load(options.path, options.overrides)
     model, workload = _load(request, meta=options.meta)
-    batch = microbatches(request, workload, 0)[0]
+    batch = whole(microbatches(request, workload, 0)[0])[0]
     prepared = _programs(request, model).get(batch)
     program = prepared.program
     document = Document.of(Plan(request, program), model)
@@ -85,7 +85,8 @@ def _plans(
     request = Request.load(options.path, options.overrides)
     model, workload = _load(request, meta=options.meta)
     cache = _programs(request, model)
-    program = richest(cache.get(batch).program for batch in microbatches(request, workload, 0))
+    batches = (b for mb in microbatches(request, workload, 0) for b in whole(mb))
+    program = richest(cache.get(batch).program for batch in batches)
     made: list[tuple[str, Document]] = []
     numbers = count()
 

@@ -1,11 +1,15 @@
 """From microbatches to one step's program: capture, plan, schedule, lower, each once and cached.
 
+A microbatch is divided by its samples among the data lanes of a module. Every lane is captured as a
+program of its own, like a microbatch; modules of different data sizes run different lanes of it.
+
 Compilation is a pure function of the request, the model and the microbatches, so every rank runs it
 for itself and arrives at the same step; nothing is shipped between ranks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,10 +20,13 @@ from mllm_compile.compiler.captured import Captured, Prepared
 from mllm_compile.compiler.dry_run import dry_run
 from mllm_compile.compiler.errors import RequestError, explain
 from mllm_compile.compiler.graph import Graph
+from mllm_compile.compiler.mesh import Mesh
 from mllm_compile.compiler.plan import Plan
 from mllm_compile.compiler.program import StageProgram
 from mllm_compile.compiler.request import Request
+from mllm_compile.compiler.variant import Variant, union
 from mllm_compile.denominators import check_alike, with_global_denominators
+from mllm_compile.model import Microbatch
 from mllm_compile.passes.capture.capture import capture
 from mllm_compile.passes.capture.programs import Programs
 from mllm_compile.passes.lower.lower import lower
@@ -27,18 +34,34 @@ from mllm_compile.passes.lower.transfers import transfers
 from mllm_compile.passes.pipeline import make_plan
 from mllm_compile.passes.schedule import make_schedule, variant_of
 
+Places = tuple[tuple[str, int], ...]
+"""(axis, place) of a rank, for the axes over which the stage's values are divided."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """The part of a microbatch that one data lane works on: a program of its own, and its plan."""
+
+    plan: Plan
+    prepared: Prepared
+
 
 @dataclass(frozen=True)
 class Step:
-    """One step, compiled: a plan and inputs per microbatch, and the schedule of all of them.
+    """One step, compiled: the lanes of every microbatch by data size, and the schedule of all.
 
     The denominators in ``prepared`` are sums over the whole step, so that the losses (and the
-    gradients) of its microbatches add up to those of the global batch.
+    gradients) of its microbatches and lanes add up to those of the global batch.
     """
 
-    plans: tuple[Plan, ...]
-    prepared: tuple[Prepared, ...]
+    microbatches: tuple[Mapping[int, tuple[Lane, ...]], ...]
     schedule: Schedule
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The different plans of the step."""
+        lanes = (lane for mb in self.microbatches for each in mb.values() for lane in each)
+        return tuple({id(lane.plan): lane.plan for lane in lanes}.values())
 
 
 class Compiler:
@@ -51,41 +74,51 @@ class Compiler:
     """
 
     def __init__(self, request: Request, model: nn.Module) -> None:
-        _check_runs(request)
         self.request = request
         self.model = model
         lift = torch.float64 if request.dtype == "float64" else None
         self.programs = Programs(model, lift=lift)
         self._plans: dict[int, Plan] = {}
-        self._lowered: dict[tuple[int, int], StageProgram] = {}
-        self._schedules: dict[tuple[int, ...], Schedule] = {}
+        self._lowered: dict[tuple[int, int, Places], StageProgram] = {}
+        self._linked: dict[tuple[Any, ...], StageProgram] = {}
+        self._schedules: dict[tuple[Variant, ...], Schedule] = {}
 
-    def step(
-        self, batches: Sequence[Mapping[str, Any]], pair: Mapping[str, Any] | None = None
-    ) -> Step:
+    def step(self, batches: Sequence[Microbatch], pair: Mapping[str, Any] | None = None) -> Step:
         """Compile one step of ``len(batches)`` microbatches.
 
         A batch of one sample does not show what the model does with several; ``pair``, of two,
         is captured to see it.
 
         Raises:
-            RequestError: the loss is no sum over samples, but there are several microbatches.
+            RequestError: the loss is no sum over samples, but there are several microbatches or
+                lanes.
             CaptureError, PlanError: from the passes.
 
         """
-        prepared = [self.programs.get(batch) for batch in batches]
-        if len(batches) > 1:
-            for item in prepared:
-                _check_splittable(item.program)
+        prepared = [
+            {count: [self.programs.get(batch) for batch in lanes] for count, lanes in mb.items()}
+            for mb in batches
+        ]
+        every = [item for mb in prepared for lanes in mb.values() for item in lanes]
+        self._check_divisible(every, len(batches))
         if pair is not None:
             both = capture(self.model, pair, **self.programs.options)
             _check_splittable(both)
-            check_alike(both, [item.program for item in prepared[:2]])
-        self.plan(
-            richest(item.program for item in prepared)
-        )  # first, so that it places the parameters
-        plans = tuple(self.plan(item.program) for item in prepared)
-        return Step(plans, with_global_denominators(prepared), self._schedule(plans))
+            check_alike(both, [item.program for item in every[:2]])
+        self.plan(richest(item.program for item in every))  # first: it places the parameters
+        counts = self.request.lane_counts
+        totals = {
+            count: iter(with_global_denominators([x for mb in prepared for x in mb[count]]))
+            for count in counts
+        }
+        compiled = tuple(
+            {
+                count: tuple(Lane(self.plan(item.program), item) for item in islice(total, count))
+                for count, total in totals.items()
+            }
+            for _ in batches
+        )
+        return Step(compiled, self._schedule(compiled))
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -93,37 +126,90 @@ class Compiler:
         return tuple(self._plans.values())
 
     def plan(self, program: Captured) -> Plan:
-        """The plan of a captured program; a parameter that an earlier plan placed stays there."""
+        """The plan of a captured program; what an earlier plan decided for parameters stays."""
         key = id(program)
         if key not in self._plans:
             placement = self.plans[-1].placement if self._plans else None
-            self._plans[key] = make_plan(self.request, program, placement=placement)
+            layouts = {k: v for plan in self.plans for k, v in plan.parameter_layouts.items()}
+            self._plans[key] = make_plan(self.request, program, placement, layouts)
         return self._plans[key]
 
-    def lowered(self, plan: Plan, stage: int) -> StageProgram:
-        """The lowered stage of a plan, compiled by Inductor if the request says so."""
-        key = id(plan.captured), stage
+    def lowered(self, plan: Plan, stage: int, places: Places = ()) -> StageProgram:
+        """A stage of a plan for the ranks at ``places``, without its transfers."""
+        key = id(plan.captured), stage, places
         if key not in self._lowered:
-            at = plan.stages[stage]
-            links = transfers(at, at.ranks[0], [[plan]] * len(self.request.modules))
-            program = replace(lower(plan, at), **links)
+            program = lower(plan, plan.stages[stage], dict(places))
             self._lowered[key] = _inductor(program) if self.request.compile else program
         return self._lowered[key]
 
+    def program(self, step: Step, microbatch: int, stage: int, rank: int) -> StageProgram:
+        """What ``rank`` runs of a stage on one microbatch: its lane's, with its transfers."""
+        lanes = step.microbatches[microbatch]
+        key = rank, stage, tuple(id(lane.plan) for each in lanes.values() for lane in each)
+        if key not in self._linked:
+            plan = self.lane(step, microbatch, stage, rank).plan
+            places = self._places(plan, stage, rank)
+            plans = [
+                tuple(lane.plan for lane in lanes[module.parallel.data])
+                for module in self.request.modules
+            ]
+            links = transfers(plan.stages[stage], rank, plans)
+            self._linked[key] = replace(self.lowered(plan, stage, places), **links)
+        return self._linked[key]
+
+    def lane(self, step: Step, microbatch: int, stage: int, rank: int) -> Lane:
+        """The lane of a microbatch that ``rank`` works on in a stage."""
+        at = self.plans[0].stages[stage]
+        module = self.request.modules[at.module]
+        index = Mesh.of(module, at.position).lane(rank)
+        return step.microbatches[microbatch][module.parallel.data][index]
+
     def lower_all(self, step: Step) -> None:
         """Lower every stage of a step, for ranks that share this process."""
-        for plan in step.plans:
-            for stage in plan.stages:
-                self.lowered(plan, stage.index)
+        for stage in self.plans[0].stages:
+            for rank in stage.ranks:
+                for microbatch in range(len(step.microbatches)):
+                    self.program(step, microbatch, stage.index, rank)
 
-    def _schedule(self, plans: tuple[Plan, ...]) -> Schedule:
-        key = tuple(id(plan) for plan in plans)
-        if key not in self._schedules:
-            variants = [variant_of(plan) for plan in plans]
-            made = make_schedule(plans[0].stages, variants)
-            dry_run(made, plans[0].stages, variants)
-            self._schedules[key] = made
-        return self._schedules[key]
+    def _places(self, plan: Plan, stage: int, rank: int) -> Places:
+        """Where a rank stands along the axes of its stage, or one that runs the same graph.
+
+        Tensor and expert divide evenly: their ranks run one graph, and differ in the members that
+        the executor names. Context ranks hold other tokens, perhaps not equally many.
+        """
+        at = plan.stages[stage]
+        mesh = Mesh.of(self.request.modules[at.module], at.position)
+        return tuple(
+            (axis.name, mesh.place(rank, axis.name) if axis.name == "context" else 0)
+            for axis in mesh.axes
+        )
+
+    def _schedule(self, microbatches: Sequence[Mapping[int, tuple[Lane, ...]]]) -> Schedule:
+        variants = tuple(
+            union(variant_of(lane.plan) for each in lanes.values() for lane in each)
+            for lanes in microbatches
+        )
+        if variants not in self._schedules:
+            stages = self.plans[0].stages
+            made = make_schedule(stages, variants)
+            dry_run(made, stages, variants)
+            self._schedules[variants] = made
+        return self._schedules[variants]
+
+    def _check_divisible(self, prepared: Sequence[Prepared], microbatches: int) -> None:
+        lanes = max(self.request.lane_counts)
+        if microbatches * lanes == 1:
+            return
+        for item in prepared:
+            _check_splittable(item.program)
+            if lanes > 1 and item.program.updates:
+                raise RequestError(
+                    explain(
+                        f"buffer {item.program.updates[0]}",
+                        expected="no update in forward: each data lane would update it otherwise",
+                        remedy="set data = 1, or keep the buffer out of forward",
+                    )
+                )
 
 
 def richest(programs: Iterable[Captured]) -> Captured:
@@ -136,31 +222,14 @@ def _size(program: Captured) -> tuple[int, int]:
     return len(graph.sites), len(graph.nodes)
 
 
-def _check_runs(request: Request) -> None:
-    """Layouts and shared ranks are planned, not yet run."""
-    if sum(len(module.ranks) for module in request.modules) != request.num_ranks:
-        raise RequestError(
-            explain("ranks", expected="each in one module", remedy="give every module its own")
-        )
-    for module in request.modules:
-        if module.parallel.size != module.parallel.pipeline:
-            raise RequestError(
-                explain(
-                    f"{module.name}: tensor, context, data, expert",
-                    expected="1",
-                    remedy="only pipeline may exceed 1 for now",
-                )
-            )
-
-
 def _check_splittable(program: Captured) -> None:
     if not program.splittable:
         raise RequestError(
             explain(
-                "microbatches",
-                expected="1, because the loss is no sum or mean over samples",
+                "microbatches and data lanes",
+                expected="1 each, because the loss is no sum or mean over samples",
                 got=" ".join(program.report.notes),
-                remedy="set microbatches = 1",
+                remedy="set microbatches = 1 and data = 1",
             )
         )
 

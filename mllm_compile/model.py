@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from mllm_compile.compiler.errors import RequestError, explain
 from mllm_compile.compiler.request import Request
+from mllm_compile.compiler.split import Split
 from mllm_compile.users_code import users_code
 from mllm_compile.workload import Workload
 
@@ -77,12 +78,31 @@ def ready_batch(request: Request, batch: Mapping[str, Any]) -> dict[str, Any]:
     return ready
 
 
-def microbatches(request: Request, workload: Workload, step: int) -> list[dict[str, Any]]:
+Microbatch = Mapping[int, tuple[dict[str, Any], ...]]
+"""One microbatch, collated: for every data size of the request, one batch for each lane."""
+
+
+def microbatches(request: Request, workload: Workload, step: int) -> list[Microbatch]:
     """The collated microbatches of a step: samples in order, from the start again at the end."""
     size = request.microbatch_size
     samples = global_batch(request, workload, step)
     parts = [samples[k * size : (k + 1) * size] for k in range(request.microbatches)]
-    return [collated(request, workload, part) for part in parts]
+    return [_lanes(request, workload, part) for part in parts]
+
+
+def whole(microbatch: Microbatch) -> tuple[dict[str, Any], ...]:
+    """The microbatch in as few lanes as the request has."""
+    return microbatch[min(microbatch)]
+
+
+def _lanes(request: Request, workload: Workload, samples: list[Any]) -> Microbatch:
+    """Lanes take samples in order, as equally many as can be."""
+    found: dict[int, tuple[dict[str, Any], ...]] = {}
+    for count in request.lane_counts:
+        held = Split.contiguous(len(samples), count).parts
+        parts = [samples[start:stop] for ((start, stop),) in held]
+        found[count] = tuple(collated(request, workload, part) for part in parts)
+    return found
 
 
 def collated(request: Request, workload: Workload, samples: list[Any]) -> dict[str, Any]:
@@ -106,10 +126,11 @@ def collated(request: Request, workload: Workload, samples: list[Any]) -> dict[s
 
 
 def pair(request: Request, workload: Workload, step: int) -> dict[str, Any] | None:
-    """The first two samples of a step in one batch, if its microbatches hold one sample each."""
-    if request.microbatch_size > 1 or request.microbatches < 2:
+    """The first two samples of a step in one batch, if every batch of it holds one sample alone."""
+    samples = global_batch(request, workload, step)
+    if request.microbatch_size > min(request.lane_counts) or len(samples) < 2:
         return None
-    return ready_batch(request, workload.collate(global_batch(request, workload, step)[:2]))
+    return collated(request, workload, samples[:2])
 
 
 def global_batch(request: Request, workload: Workload, step: int) -> list[Any]:

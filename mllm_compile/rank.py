@@ -4,16 +4,21 @@ The same class serves threads of one process, subprocesses and torchrun: they di
 transport.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from mllm_compile.agreement import agree
 from mllm_compile.compilation import Compiler, Step
-from mllm_compile.compiler.mesh import Mesh
+from mllm_compile.compiler.errors import PlanError, explain
+from mllm_compile.compiler.layout import R, V
+from mllm_compile.compiler.mesh import SHARDED, Mesh
 from mllm_compile.compiler.plan import Plan
+from mllm_compile.compiler.regions import Region
+from mllm_compile.compiler.sharding import Layouts
 from mllm_compile.runtime.distributed_transport import DistributedTransport
 from mllm_compile.runtime.executor import Executor, StepResult
 from mllm_compile.runtime.groups import groups_of
@@ -58,19 +63,34 @@ class Rank:
         self._placements: dict[str, Placement] = {}
         self._settled = 0
         self._settle()
-        meshes = {s.index: Mesh.of(modules[s.module], s.position) for s in stages}
+        meshes = {s.index: _mesh(compiler.plans[0], s.index) for s in stages}
         transport.connect(groups_of(meshes.values()))
         self.executor = Executor(transport, self.state, meshes, names=names, publish=publish)
 
     def run(self, step: Step, number: int = 0, *, measure: bool = False) -> StepResult:
-        """Run one step's actions; gradients are summed in ``state``."""
+        """Run one step's actions; gradients are summed in ``state``.
+
+        Of the ranks that share a data lane's loss only the first one returns it.
+        """
         self._settle()
+        compiler, count = self.compiler, range(len(step.microbatches))
         programs = [
-            {stage: self.compiler.lowered(plan, stage) for stage in self.stages}
-            for plan in step.plans
+            {stage: compiler.program(step, k, stage, self.rank) for stage in self.stages}
+            for k in count
         ]
-        prepared = [dict.fromkeys(self.stages, values) for values in step.prepared]
-        return self.executor.step(step.schedule, programs, prepared, number=number, measure=measure)
+        prepared = [
+            {stage: compiler.lane(step, k, stage, self.rank).prepared for stage in self.stages}
+            for k in count
+        ]
+        result = self.executor.step(
+            step.schedule, programs, prepared, number=number, measure=measure
+        )
+        spoken = {
+            k: loss
+            for k, loss in result.losses.items()
+            if any(own.loss and self._leads_lane(stage) for stage, own in programs[k].items())
+        }
+        return replace(result, losses=spoken)
 
     def update(self) -> torch.Tensor:
         """End the step with an update of the parameters; the global gradient norm."""
@@ -83,17 +103,29 @@ class Rank:
         found = self.state.parameters.items()
         return {name: p.grad for name, p in found if p.grad is not None}
 
+    @property
+    def regions(self) -> dict[str, Region]:
+        """By parameter: which elements of it this rank holds."""
+        return {
+            name: self._placements[name].held[self.rank].region for name in self.state.parameters
+        }
+
+    def _leads_lane(self, stage: int) -> bool:
+        """Whether this rank is the first of those that share its data lane of a stage."""
+        mesh = self.executor.meshes[stage]
+        return not any(mesh.place(self.rank, axis) for axis in SHARDED)
+
     def _settle(self) -> None:
         """Take in what newer programs use; a parameter that another rank reads now goes there."""
         plans = self.compiler.plans
         if self._settled == len(plans):
             return
         self._settled = len(plans)
-        shapes = {name: parameter.shape for name, parameter in self._model.items()}
-        before, self._placements = self._placements, _placements(plans, shapes)
+        before, self._placements = self._placements, _placements(plans, self._model)
         held = self.state.parameters
         mine = [name for name in self._model if self.rank in self._placements[name].held]
         fresh = {name: self._own(name) for name in mine if name not in held}
+        fresh |= self._divided(before)
         arrived = {
             name: move_parameter(
                 self.transport,
@@ -123,10 +155,29 @@ class Rank:
             self.optimizer.add_param_group({"params": trainable})
 
     def _own(self, name: str) -> nn.Parameter:
-        parameter = self._model[name]
-        if not self._private:
+        """The part that this rank holds of one of the model's parameters."""
+        parameter, placement = self._model[name], self._placements[name]
+        if not (self._private or placement.divided):
             return parameter
-        return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+        part = placement.part(parameter.detach(), self.rank)
+        return nn.Parameter(part.clone(), parameter.requires_grad)
+
+    def _divided(self, before: Mapping[str, Placement]) -> dict[str, nn.Parameter]:
+        """Parts of parameters that stood whole on this rank, unread, until a program divides them.
+
+        Raises:
+            PlanError: a parameter that programs read divided would have to be divided otherwise.
+        """
+        found = {}
+        for name, parameter in self.state.parameters.items():
+            old, new = before[name].held[self.rank], self._placements[name].held.get(self.rank)
+            if new is None or new == old:
+                continue
+            if before[name].divided:
+                raise PlanError(explain(f"parameter {name}", expected=str(old), got=str(new)))
+            part = self._placements[name].part(parameter.detach(), self.rank)
+            found[name] = nn.Parameter(part.clone(), parameter.requires_grad)
+        return found
 
 
 @contextmanager
@@ -147,25 +198,42 @@ def joined(
 
 def channels_of(step: Step) -> set[tuple[int, int]]:
     """(source rank, target rank) of everything that a step sends, tied gradients apart."""
-    rank_of = {stage.index: stage.ranks[0] for stage in step.plans[0].stages}
-    return {
-        (rank_of[action.stage], rank_of[action.peer])
+    ranks = {stage.index: stage.ranks for stage in step.plans[0].stages}
+    pairs = {
+        (action.stage, action.peer)
         for actions in step.schedule.actions.values()
         for action in actions
         if action.kind.startswith("SEND") and action.peer is not None
     }
+    return {
+        (source, target)
+        for here, there in pairs
+        for source in ranks[here]
+        for target in ranks[there]
+        if source != target
+    }
 
 
-def _placements(plans: Iterable[Plan], shapes: Mapping[str, Sequence[int]]) -> dict[str, Placement]:
-    """Every parameter on all ranks that read it in some program, else on those of its home."""
-    readers: dict[str, set[int]] = {}
-    homes: dict[str, tuple[int, ...]] = {}
+def _placements(plans: Sequence[Plan], model: Mapping[str, nn.Parameter]) -> dict[str, Placement]:
+    """Every parameter in all stages that read it in some program, else whole in its home."""
+    readers: dict[str, dict[int, Layouts]] = {}
     for plan in plans:
+        layouts = plan.parameter_layouts
         for stage in plan.stages:
             for name in stage.parameters:
-                readers.setdefault(name, set()).update(stage.ranks)
-        homes |= {name: plan.stages[home].ranks for name, home in plan.home.items()}
-    return {
-        name: Placement.replicated(shapes[name], tuple(readers.get(name, home)))
-        for name, home in homes.items()
-    }
+                whole = (V,) * len(_mesh(plan, stage.index).axes)
+                known = layouts.get((stage.module, name), whole)
+                readers.setdefault(name, {})[stage.index] = known
+    homes = {name: home for plan in plans for name, home in plan.home.items()}
+    found = {}
+    for name, home in homes.items():
+        held = readers.get(name, {home: (R,) * len(_mesh(plans[0], home).axes)})
+        stages = [(_mesh(plans[0], stage), layouts) for stage, layouts in sorted(held.items())]
+        parameter = model[name]
+        found[name] = Placement.of(parameter.shape, stages, summed=parameter.requires_grad)
+    return found
+
+
+def _mesh(plan: Plan, stage: int) -> Mesh:
+    at = plan.stages[stage]
+    return Mesh.of(plan.request.modules[at.module], at.position)

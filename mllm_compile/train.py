@@ -10,7 +10,7 @@ import torch
 from mllm_compile.compilation import Compiler
 from mllm_compile.compiler.errors import RequestError, explain
 from mllm_compile.compiler.request import Request
-from mllm_compile.model import load_workload, microbatches, pair, ready_model
+from mllm_compile.model import load_workload, microbatches, pair, ready_model, whole
 from mllm_compile.rank import Rank, joined
 from mllm_compile.runtime.checkpoint import checkpoints, load, save
 from mllm_compile.runtime.device import device_of
@@ -63,7 +63,7 @@ def train(context: RankContext, training: Training) -> Iterator[Progress]:
                 step=number + 1,
                 loss=_global_loss(result, rank.transport),
                 grad_norm=float(norm),
-                tokens=sum(map(tokens_of, batches)),
+                tokens=sum(tokens_of(batch) for mb in batches for batch in whole(mb)),
                 seconds=time.perf_counter() - start,
             )
             last = number + 1 == training.steps

@@ -15,6 +15,7 @@ from torch import nn
 
 from mllm_compile.compilation import Compiler, Step
 from mllm_compile.compiler.errors import RequestError, explain
+from mllm_compile.compiler.regions import Region, size
 from mllm_compile.compiler.request import Request
 from mllm_compile.model import load_workload, microbatches, pair, ready_model
 from mllm_compile.plain import reference
@@ -23,6 +24,7 @@ from mllm_compile.runtime.device import device_of
 from mllm_compile.runtime.launch import launch, under_torchrun
 from mllm_compile.runtime.local_transport import run_threads
 from mllm_compile.runtime.measures import Measures
+from mllm_compile.runtime.pieces import pack
 from mllm_compile.runtime.rank_main import RankContext
 from mllm_compile.workload import Workload
 
@@ -34,10 +36,15 @@ Gradients = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank computed in the verified step."""
+    """What one rank computed in the verified step.
+
+    ``gradients`` are those of its shards, ``regions`` says which elements they are. Of the ranks
+    that share a data lane one has the lane's loss.
+    """
 
     loss: torch.Tensor | None
     gradients: Gradients
+    regions: Mapping[str, Region]
     measures: Measures
 
 
@@ -140,27 +147,44 @@ def verify(
 def compare(
     request: Request, results: Sequence[RankResult], loss: float, expected: Gradients
 ) -> Verification:
-    """The verification of what the ranks computed; tied replicas must be equal."""
-    gradients: dict[str, torch.Tensor] = {}
-    errors: dict[str, float] = {}
+    """The verification of what the ranks computed; every shard and every replica counts."""
     norm = sum(float(g.double().norm()) ** 2 for g in expected.values()) ** 0.5
-    for result in results:
-        gradients |= result.gradients
-        for name, gradient in result.gradients.items():
-            if name in expected:
-                ref = expected[name].double()
-                scale = max(float(ref.norm()), FLOOR[request.dtype] * norm, 1e-300)
-                error = float((gradient.double() - ref).norm()) / scale
-                errors[name] = float(torch.tensor([error, errors.get(name, 0.0)]).max())
+    differences = _differences(results, expected)
+    gradients = {name for result in results for name in result.gradients}
+    errors = {
+        name: sum(parts.values()) ** 0.5
+        / max(float(expected[name].double().norm()), FLOOR[request.dtype] * norm, 1e-300)
+        for name, parts in differences.items()
+        if sum(map(size, parts)) == expected[name].numel()
+    }
     return Verification(
         tolerance=TOLERANCE[request.dtype],
         eager_loss=loss,
         program_loss=sum(float(result.loss) for result in results if result.loss is not None),
         errors=errors,
-        missing=tuple(sorted(set(expected) - set(gradients))),
-        unexpected=tuple(sorted(set(gradients) - set(expected))),
+        missing=tuple(sorted(set(expected) - set(errors))),
+        unexpected=tuple(sorted(gradients - set(expected))),
         measures=[result.measures for result in results],
     )
+
+
+def _differences(
+    results: Sequence[RankResult], expected: Gradients
+) -> dict[str, dict[Region, float]]:
+    """By parameter and shard: the squared norm of its difference, that of its worst replica."""
+    found: dict[str, dict[Region, float]] = {}
+    for result in results:
+        for name, gradient in result.gradients.items():
+            if name in expected:
+                region = result.regions[name]
+                difference = gradient.double() - pack(expected[name], region).double()
+                parts = found.setdefault(name, {})
+                # max of tensors, unlike that of floats, keeps a NaN
+                squares = torch.stack(
+                    [difference.square().sum(), torch.tensor(parts.get(region, 0.0))]
+                )
+                parts[region] = float(squares.max())
+    return found
 
 
 def rank_main(context: RankContext, request: Request) -> RankResult:
@@ -201,7 +225,7 @@ def _rank_result(rank: Rank, step: Step) -> RankResult:
     result = rank.run(step, measure=True)
     losses = list(result.losses.values())
     loss = torch.stack(losses).sum() if losses else None
-    return RankResult(loss, rank.gradients(), result.measures)
+    return RankResult(loss, rank.gradients(), rank.regions, result.measures)
 
 
 def _total(measures: Sequence[Measures]) -> Measures:

@@ -48,7 +48,7 @@ def test_plan(golden, family: str, frozen: int) -> None:
     request = request_of(family, frozen)
     workload = FAMILIES[family]()
     model = ready_model(request, workload.model)
-    batch = microbatches(request, workload, 0)[0]
+    (batch,) = microbatches(request, workload, 0)[0][1]
     program = Programs(model, lift=torch.float64).get(batch).program
     document = Document.of(make_plan(request, program), model)
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None, markup=False)
