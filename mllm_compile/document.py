@@ -19,6 +19,7 @@ from mllm_compile.compiler.errors import RequestError
 from mllm_compile.compiler.plan import NodeCost, Plan
 from mllm_compile.compiler.request import Request
 from mllm_compile.compiler.stage import Boundary, Stage
+from mllm_compile.sharding_record import ShardingRecord, sharding_records
 
 FORMAT = 1
 
@@ -73,6 +74,7 @@ class Document:
     parameters: tuple[ParameterRecord, ...]
     stages: tuple[Stage, ...] = ()
     boundaries: tuple[Boundary, ...] = ()
+    shardings: tuple[ShardingRecord, ...] = ()
     schedule: Schedule | None = None
     notes: tuple[str, ...] = ()
 
@@ -86,6 +88,7 @@ class Document:
             parameters=tuple(_parameters(plan, model)),
             stages=plan.stages,
             boundaries=plan.boundaries,
+            shardings=tuple(sharding_records(plan)),
             schedule=plan.schedule,
             notes=(*report.notes, *(f"not hoisted: {name}: {why}" for name, why in report.refused)),
         )
@@ -118,6 +121,7 @@ class Document:
             parameters=tuple(_build(ParameterRecord, row) for row in table["parameters"]),
             stages=tuple(_build(Stage, row) for row in table["stages"]),
             boundaries=tuple(_build(Boundary, row) for row in table["boundaries"]),
+            shardings=tuple(_build(ShardingRecord, row) for row in table["shardings"]),
             schedule=None if schedule is None else Schedule.from_text("\n".join(schedule)),
             notes=tuple(table["notes"]),
         )

@@ -16,6 +16,7 @@ from mllm_compile.compiler.stage import Boundary, Stage
 from mllm_compile.document import Document, NodeRecord, ParameterRecord
 from mllm_compile.passes.modules import module_of_path
 from mllm_compile.quantities import count, numbers, share, size
+from mllm_compile.sharding_record import ShardingRecord
 
 
 def plan_view(document: Document) -> Group:
@@ -23,8 +24,14 @@ def plan_view(document: Document) -> Group:
     parts: list[RenderableType] = [heading(document), module_table(document)]
     if document.stages:
         parts += [stage_table(document), boundary_table(document), glue_table(document)]
-    if document.notes:
-        parts.append(Text("\n".join(f"note: {note}" for note in document.notes)))
+    if document.shardings:
+        parts.append(sharding_table(document))
+    notes = [
+        *document.notes,
+        *(note for row in document.shardings for note in _notes(document, row)),
+    ]
+    if notes:
+        parts.append(Text("\n".join(f"note: {note}" for note in notes)))
     return Group(*parts)
 
 
@@ -101,6 +108,19 @@ def boundary_table(document: Document) -> Table:
     forward, backward = traffic(document, document.boundaries)
     table.add_section()
     table.add_row("", "", "all", "", "", size(forward), size(backward))
+    return table
+
+
+def sharding_table(document: Document) -> Table:
+    """One row per axis of a module: what it divides, what its ranks exchange, what runs whole."""
+    table = new_table("Layouts", "module", "axis", "ranks", "divided", "FLOPs per rank")
+    for name in ("forward", "backward"):
+        table.add_column(name)
+    for row in document.shardings:
+        name = document.request.modules[row.module].name
+        divided = f"{row.divided} of {row.parameters} parameters"
+        work = share(row.work, 1)
+        table.add_row(name, row.axis, str(row.ranks), divided, work, row.forward, row.backward)
     return table
 
 
@@ -211,6 +231,10 @@ def new_table(title: str, *columns: str) -> Table:
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
+
+
+def _notes(document: Document, row: ShardingRecord) -> list[str]:
+    return [f"{document.request.modules[row.module].name}: {note}" for note in row.notes]
 
 
 def _figures(parameters: Iterable[ParameterRecord], nodes: list[NodeRecord]) -> list[str]:
