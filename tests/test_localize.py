@@ -13,6 +13,8 @@ from mllm_compile.compiler.layout import Layout, R, S
 from mllm_compile.passes.lower.extract import extract
 from mllm_compile.passes.lower.localize import localize
 from mllm_compile.passes.lower.lower import lower
+from mllm_compile.passes.pipeline import make_plan
+from mllm_compile.passes.sharding.conversions import conversions
 from tests.localized import Decisions, assert_exact, counts, planned, programs_of, run_rank
 from tests.thread_ranks import run_ranks
 
@@ -267,6 +269,21 @@ def test_new_nodes_say_where_they_come_from():
     assert "layers.0" in owners
     again = localize(stage, plan, 0, {"context": 1, "tensor": 0})
     assert str(again.graph.graph) == str(local.graph.graph)
+
+
+def test_the_conversions_are_those_of_the_plan():
+    """What the shard pass counted is what stands in the graph, and the graph is right."""
+    model, batch = double(Decoder(2)), text(8)
+    plan, values = planned(model, batch, context=2, tensor=2)
+    plan = make_plan(plan.request, plan.captured)
+    programs, _ = assert_exact(model, batch, plan, values)
+    expected = Counter(
+        (item.axis, item.have.kind, item.want.kind)
+        for item in conversions(plan, 0)
+        if {item.have.kind, item.want.kind} != {"R", "V"}
+    )
+    expected["context", "R", "S"] += 1  # the query positions of the causal mask
+    assert counts(programs[0, (0, 0)]) == expected
 
 
 def test_without_axes_nothing_changes():
