@@ -70,6 +70,28 @@ class Mixture(nn.Module):
         return nn.functional.cross_entropy(logits, ids.flatten())
 
 
+class Plain(nn.Module):
+    """Attention written out, its softmax too unless ``fused``."""
+
+    def __init__(self, fused, width=8):
+        super().__init__()
+        self.fused = fused
+        self.embed = nn.Embedding(32, width)
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        self.head = nn.Linear(width, 32, bias=False)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        scores = torch.bmm(self.q(x), self.k(x).transpose(1, 2))
+        if self.fused:
+            seen = scores.softmax(-1)
+        else:
+            seen = (scores - scores.detach().amax(-1, keepdim=True)).exp()
+            seen = seen / seen.sum(-1, keepdim=True)
+        logits = self.head(x + torch.bmm(seen, self.v(x)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
 def sharded(program, split="contiguous", given=None, **sizes):
     """The plan of a program that is one module, with these sizes of axes."""
     parallel = Parallel(**sizes)

@@ -14,6 +14,7 @@ from mllm_compile.passes.capture.capture import capture
 from mllm_compile.passes.pipeline import make_plan
 from tests.sharded import (
     Mixture,
+    Plain,
     batch,
     collectives,
     decoder,
@@ -65,6 +66,15 @@ def test_matrices_are_divided_in_columns_then_in_rows():
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         assert layout_of(plan, f"{block}.{name}.weight") == ["S(1,1,2)"]
     assert layout_of(plan, f"{block}.input_layernorm.weight") == ["R"]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_tokens_of_plain_attention_are_tokens(fused):
+    plan = sharded(capture(Plain(fused), {"ids": batch(32)["input_ids"]}), context=2)
+    forward, backward = collectives(plan, "context")
+    assert forward == {"all-gather": 2, "all-reduce": 1}
+    assert backward == {"reduce-scatter": 2}
+    assert flops_per_rank(plan) == pytest.approx(1 / 2)
 
 
 def test_parameters_vary_on_the_context_axis():

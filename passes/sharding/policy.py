@@ -1,6 +1,7 @@
 """What each axis may divide, told by classes of factors: those that run together in the graph.
 
-``tokens``: the query tokens of attention, what runs with them, and parts or joins of such dims.
+``tokens``: the query tokens of attention (of its operator, of a softmax over keys, or of one that
+is written out and begins with a maximum), what runs with them, and parts or joins of such dims.
 ``experts``: factors that choose one matrix of a stack of parameters. ``samples``: rows of batch
 entries and the batches of attention, unless they are tokens too (packed sequences).
 
@@ -28,6 +29,11 @@ from mllm_compile.passes.sharding.refine import Refinement
 from mllm_compile.passes.sharding.values import Value, operands
 
 Class = Hashable
+_OVER_KEYS = (
+    torch.ops.mllm.attention.default,
+    torch.ops.aten._softmax.default,
+    torch.ops.aten.amax.default,
+)
 
 
 @dataclass(frozen=True)
@@ -56,10 +62,11 @@ def factor_classes(plan: Plan, graph: Graph, refinement: Refinement) -> FactorCl
     samples: set[Class] = set()
     stacks: dict[fx.Node, list[str]] = {}
     for node, factors in refinement.factors.items():
-        if node.target is torch.ops.mllm.attention.default:
-            batch, _, queries, _ = factors.inputs[0]
+        if node.target in _OVER_KEYS and len(factors.inputs[0]) > 2:
+            batch, *_, queries, _ = factors.inputs[0]
             tokens |= {refinement.factor_class(node, factor) for factor in queries}
-            samples |= {refinement.factor_class(node, factor) for factor in batch}
+            if node.target is torch.ops.mllm.attention.default:
+                samples |= {refinement.factor_class(node, factor) for factor in batch}
         if node.name in plan.costs and plan.costs[node.name].total:
             stacks[node] = list(_batching(graph, node, factors))
     for node, item in graph.input_of.items():
