@@ -38,7 +38,6 @@ def build(layers=2, *, tied=False, heads=4, kv=4, hidden=64, vocabulary=128, met
         vocab_size=vocabulary,
         tie_word_embeddings=tied,
         max_position_embeddings=8192,
-        use_cache=False,
     )
     if not meta:
         return LlamaForCausalLM(config)

@@ -176,6 +176,12 @@ FORMS = {
     "dims without a common boundary": (lambda x: x.view(2, 10, 6, 2), (normal(2, 4, 15, 2),), 2),
     "a mean over parts": (lambda x: x.mean((0, 2)), (normal(4, 6, 5),), 3),
     "counts": (lambda x: torch.histc(x, 4, -2.0, 2.0), (normal(12),), 1),
+    "joined with nothing": (lambda n, x: aten.cat([n, x], 1), (normal(0), normal(4, 6)), 2),
+    "joined with nothing and more": (
+        lambda n, x, y: aten.cat([n, x, y], 1),
+        (normal(0), normal(4, 6), normal(4, 2)),
+        1,
+    ),
 }
 
 

@@ -64,11 +64,20 @@ def padded(call: Call) -> str:
 
 
 def joined(call: Call) -> str | None:
-    """``cat``: the dim is whole; empty tensors of another rank make an exception."""
+    """``cat``: the dim is whole, unless a single tensor is joined with nothing.
+
+    Nothing is a tensor [0], whatever the rank of the others.
+    """
     rank = len(call.results[0])
-    if any(len(shape) != rank for shape in call.inputs):
+    filled = [place for place, shape in enumerate(call.inputs) if len(shape) == rank]
+    if any(len(shape) != rank and shape != (0,) for shape in call.inputs):
         return None
-    return _labelled(call, dims_of(call["dim"], rank), _all(call.inputs))
+    own = dims_of(call["dim"], rank) if len(filled) > 1 else set()
+    sources = [
+        tensor(rank, own, f"a{place}_") if place in filled else f"n{place}!"
+        for place in range(len(call.inputs))
+    ]
+    return _rule(sources, [tensor(rank, own, "z")], "+".join(map(str, filled)))
 
 
 def stacked(call: Call) -> str:
