@@ -22,6 +22,8 @@ from tests.sharded import (
     layout_of,
     sharded,
 )
+from tests.small_models import Multimodal
+from tests.small_models import batch as images
 
 LARGE = {"hidden": 4096, "heads": 32, "kv": 8, "vocabulary": 32000, "tokens": 4096, "meta": True}
 
@@ -222,3 +224,18 @@ def test_eighty_layers_are_decided_in_half_a_second(monkeypatch):
     plan = sharded(program, tensor=8)
     assert spent["seconds"] <= 0.5
     assert flops_per_rank(plan) == pytest.approx(1 / 8)
+
+
+def test_a_module_that_a_program_does_not_reach_has_nothing_to_decide():
+    model = Multimodal(1, 2)
+    parallel = Parallel(tensor=2)
+    modules = (
+        ModuleSpec(("towers", "projectors"), (0, 1), parallel),
+        ModuleSpec(("language", "head"), (2, 3), parallel),
+    )
+    shown, read = capture(model, images("vision")), capture(model, images())
+    plan = make_plan(Request(modules), shown)
+    text = make_plan(Request(modules), read, plan.placement, plan.parameter_layouts)
+    assert not text.shardings[0].strategies
+    assert text.shardings[1].strategies
+    assert text.parameter_layouts.items() <= plan.parameter_layouts.items()

@@ -149,6 +149,8 @@ class _Program:
 
     def solution(self) -> list[int]:
         """Which strategy every group takes."""
+        if not self.limits:
+            return [0] * len(self.columns)
         rows, columns, values = self.cells
         shape = len(self.limits), len(self.costs)
         limits = np.array(self.limits).reshape(-1, 2)
