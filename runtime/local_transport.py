@@ -31,6 +31,7 @@ class _Post:
     tensor: torch.Tensor
     what: str
     purpose: str = ""
+    tag: int = 0
     done: bool = False
 
     def wait(self) -> None:
@@ -54,7 +55,7 @@ class LocalWorld:
         self.num_ranks = num_ranks
         self._delay = delay
         self._changed = threading.Condition()
-        self._channels: dict[tuple[int, int, str], _Channel] = defaultdict(_Channel)
+        self._channels: dict[tuple[int, int, str, int], _Channel] = defaultdict(_Channel)
         self._running = set(range(num_ranks))
         self._waiting: dict[int, _Post] = {}
         self._failure: Exception | None = None
@@ -68,7 +69,7 @@ class LocalWorld:
         if self._delay is not None:
             time.sleep(self._delay())
         with self._changed:
-            channel = self._channels[source, target, post.purpose]
+            channel = self._channels[source, target, post.purpose, post.tag]
             (channel.sends if sends else channel.receives).append(post)
             while channel.sends and channel.receives:
                 self._deliver(source, target, channel.sends.popleft(), channel.receives.popleft())
@@ -123,21 +124,21 @@ class _Links:
     def __init__(self, world: LocalWorld, rank: int) -> None:
         self.world, self.rank = world, rank
 
-    def send(self, tensor: torch.Tensor, peer: int, purpose: str) -> Handle:
+    def send(self, tensor: torch.Tensor, peer: int, purpose: str, tag: int = 0) -> Handle:
         """See :class:`Links`."""
         if tensor.numel() == 0:
             return Done()
         what = f"for rank {peer} to receive{_in(purpose)}"
-        post = _Post(self.world, self.rank, tensor, what, purpose)
+        post = _Post(self.world, self.rank, tensor, what, purpose, tag)
         self.world.post(self.rank, peer, post, sends=True)
         return post
 
-    def receive(self, buffer: torch.Tensor, peer: int, purpose: str) -> Handle:
+    def receive(self, buffer: torch.Tensor, peer: int, purpose: str, tag: int = 0) -> Handle:
         """See :class:`Links`."""
         if buffer.numel() == 0:
             return Done()
         what = f"to receive from rank {peer}{_in(purpose)}"
-        post = _Post(self.world, self.rank, buffer, what, purpose)
+        post = _Post(self.world, self.rank, buffer, what, purpose, tag)
         self.world.post(peer, self.rank, post, sends=False)
         return post
 
@@ -154,13 +155,13 @@ class LocalTransport:
         self.num_ranks = world.num_ranks
         self._links = _Links(world, rank)
 
-    def send(self, tensor: torch.Tensor, peer: int) -> Handle:
+    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Handle:
         """See :class:`Transport`."""
-        return self._links.send(tensor, peer, "")
+        return self._links.send(tensor, peer, "", tag)
 
-    def receive(self, buffer: torch.Tensor, peer: int) -> Handle:
+    def receive(self, buffer: torch.Tensor, peer: int, tag: int = 0) -> Handle:
         """See :class:`Transport`."""
-        return self._links.receive(buffer, peer, "")
+        return self._links.receive(buffer, peer, "", tag)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """See :class:`Transport`."""
