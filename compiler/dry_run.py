@@ -144,6 +144,30 @@ def paired(
                 yield Fault(ranks[stage.index], position, reason)
 
 
+def in_order(
+    schedule: Schedule, stages: Sequence[Stage], variants: Sequence[Variant]
+) -> Iterator[Fault]:
+    """Between two ranks, whatever stages they share, messages are received in the order sent."""
+    ranks = {stage.index: stage.ranks for stage in representatives(stages)}
+    sent: dict[tuple[int, int], list[Action]] = {}
+    for source in sorted({rank for held in ranks.values() for rank in held}):
+        for action in schedule.actions[source]:
+            if action.kind.startswith("SEND") and action.peer is not None:
+                for target in ranks[action.peer]:
+                    sent.setdefault((source, target), []).append(action)
+    count: Counter[tuple[int, int]] = Counter()
+    for target in sorted({rank for held in ranks.values() for rank in held}):
+        for position, action in enumerate(schedule.actions[target]):
+            if not action.kind.startswith("RECV"):
+                continue
+            for source in ranks[action.match.stage]:
+                other = sent[source, target][count[source, target]]
+                count[source, target] += 1
+                if source != target and other != action.match:
+                    reason = f"rank {source} sends {other} to this rank before {action.match}"
+                    yield Fault(target, position, reason)
+
+
 def bounded(
     schedule: Schedule, stages: Sequence[Stage], variants: Sequence[Variant]
 ) -> Iterator[Fault]:
@@ -195,4 +219,4 @@ def _blocker(event: Event, awaited: dict[Event, list[Event]], stuck: dict[int, i
     )
 
 
-LAWS: tuple[Law, ...] = (complete, alike, ordered, paired, bounded, ends)
+LAWS: tuple[Law, ...] = (complete, alike, ordered, paired, in_order, bounded, ends)

@@ -29,7 +29,7 @@ from mllm_compile.denominators import check_alike, with_global_denominators
 from mllm_compile.model import Microbatch
 from mllm_compile.passes.capture.capture import capture
 from mllm_compile.passes.capture.programs import Programs
-from mllm_compile.passes.lower.lower import lower
+from mllm_compile.passes.lower.lower import differing, lower
 from mllm_compile.passes.lower.transfers import transfers
 from mllm_compile.passes.pipeline import make_plan
 from mllm_compile.passes.schedule import make_schedule, variant_of
@@ -172,15 +172,12 @@ class Compiler:
                     self.program(step, microbatch, stage.index, rank)
 
     def _places(self, plan: Plan, stage: int, rank: int) -> Places:
-        """Where a rank stands along the axes of its stage, or one that runs the same graph.
-
-        Tensor and expert divide evenly: their ranks run one graph, and differ in the members that
-        the executor names. Context ranks hold other tokens, perhaps not equally many.
-        """
+        """Where a rank stands along the axes of its stage, or 0 where all of them run one graph."""
         at = plan.stages[stage]
         mesh = Mesh.of(self.request.modules[at.module], at.position)
+        differ = differing(plan, at)
         return tuple(
-            (axis.name, mesh.place(rank, axis.name) if axis.name == "context" else 0)
+            (axis.name, mesh.place(rank, axis.name) if axis.name in differ else 0)
             for axis in mesh.axes
         )
 

@@ -12,7 +12,8 @@ any DAG. So no such schedule can deadlock, and actions may be left out at will, 
 absent or nothing is trained. Within a tick, receives are posted, then F or I runs, then results
 are sent, then W runs. A receive is posted at the latest tick of its own kind that does not follow
 the send's tick (between neighbours: one microbatch ahead of its use), so that the schedule ends
-even if every send blocks until its receive is posted.
+even if every send blocks until its receive is posted. Stages that share ranks share channels too: a
+rank posts its receives in the order of the sends.
 
 Warm-up counts: arXiv 2503.11367 §4. Zero bubble: ZB-H1 of arXiv 2401.10241.
 """
@@ -53,11 +54,17 @@ def make_schedule(
                 actions[rank] += variant.actions(stage.index, microbatch)
     return Schedule(
         {
-            rank: tuple(sorted(todo, key=lambda action: (*_moment(action, depth, limit), action)))
+            rank: tuple(sorted(todo, key=lambda action: _place(action, depth, limit)))
             for rank, todo in actions.items()
         },
         {stage: min(max(d, limit), len(variants)) for stage, d in depth.items()},
     )
+
+
+def _place(action: Action, depth: Mapping[int, int], limit: int) -> tuple[object, ...]:
+    """Where an action stands in its rank's list; receives of one moment stand as they are sent."""
+    sent = action.match if action.kind.startswith("RECV") else action
+    return *_moment(action, depth, limit), *_moment(sent, depth, limit), sent
 
 
 def _moment(action: Action, depth: Mapping[int, int], limit: int) -> tuple[int, int]:

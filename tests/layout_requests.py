@@ -1,7 +1,8 @@
 """Random legal requests: any sizes, on ranks of their own, shared or overlapping ones."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from math import prod
 
 from mllm_compile.compiler.request import ModuleSpec, Parallel, Request
@@ -17,12 +18,12 @@ SIZES = {
 
 
 def random_request(
-    seed: int, paths: Sequence[tuple[str, ...]], placement: str, *, freezable: bool = True
+    seed: int, paths: Sequence[tuple[str, ...]], placement: str, shallow: Collection[int] = ()
 ) -> Request:
-    """A request for the parts of a model; equal seeds give equal requests."""
+    """A request for the parts of a model; those in ``shallow`` are too small for a pipeline."""
     rng = random.Random(f"{seed}/{placement}/{len(paths)}")
-    sizes = _sizes(rng, len(paths), placement)
-    trainable = [rng.choice((None, None, False)) if freezable else None for _ in paths]
+    sizes = _sizes(rng, len(paths), placement, shallow)
+    trainable = [rng.choice((None, None, False)) for _ in paths]
     if all(flag is False for flag in trainable):
         trainable[rng.randrange(len(paths))] = None
     modules = tuple(
@@ -40,11 +41,16 @@ def random_request(
     )
 
 
-def _sizes(rng: random.Random, modules: int, placement: str) -> list[Parallel]:
+def _sizes(
+    rng: random.Random, modules: int, placement: str, shallow: Collection[int]
+) -> list[Parallel]:
     """Sizes that fit the ranks, and in which something is divided."""
     while True:
         drawn = ({axis: rng.choice(n) for axis, n in SIZES.items()} for _ in range(modules))
-        sizes = [Parallel(**sizes) for sizes in drawn]
+        sizes = [
+            replace(Parallel(**axes), pipeline=1) if module in shallow else Parallel(**axes)
+            for module, axes in enumerate(drawn)
+        ]
         used = [size.size for size in sizes]
         fits = sum(used) <= RANKS if placement == "disjoint" else max(used) <= RANKS
         if placement == "mixed":

@@ -85,3 +85,17 @@ def test_lanes_without_a_modality_join_those_with_it() -> None:
     frozen = variant(encoders(1, llm=2), frozen=[(0, 1)], trains={1, 2})
     joined = union([frozen, full])
     assert joined == Variant(full.computes, full.trains, full.boundaries)
+
+
+def test_receives_that_overtake_each_other_between_two_ranks_are_refused() -> None:
+    """Two boundaries between the same two ranks share a channel: their messages keep one order."""
+    stages = on_ranks((0,), (0,), (1,))
+    variants = [variant([(0, 2), (1, 2)])] * 2
+    schedule = make_schedule(stages, variants)
+    dry_run(schedule, stages, variants)
+    todo = list(schedule.actions[1])
+    first, second = (i for i, a in enumerate(todo) if a.kind == "RECV_F" and a.microbatch == 0)
+    todo[first], todo[second] = todo[second], todo[first]
+    broken = replace(schedule, actions={**schedule.actions, 1: tuple(todo)})
+    with pytest.raises(PlanError, match=r"rank 0 sends .* to this rank before"):
+        dry_run(broken, stages, variants)

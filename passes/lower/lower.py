@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from mllm_compile.compiler.plan import Plan
 from mllm_compile.compiler.program import StageProgram
+from mllm_compile.compiler.sharding import Sharding
 from mllm_compile.compiler.stage import Stage
 from mllm_compile.kernels.collective.members import members
 from mllm_compile.passes.lower.differentiate import differentiate
@@ -27,3 +28,20 @@ def lower(plan: Plan, stage: Stage, places: Mapping[str, int] | None = None) -> 
         loss=extracted.loss,
         updates={n[2:]: n for n in extracted.outputs if n.startswith("u:")} or None,
     )
+
+
+def differing(plan: Plan, stage: Stage) -> frozenset[str]:
+    """The axes whose ranks run different graphs of a stage.
+
+    Context ranks hold other tokens, perhaps not equally many. Tensor and expert divide evenly:
+    their ranks differ in their place alone, which graphs name only in the operators for a divided
+    vocabulary, class or expert.
+    """
+    sharding = plan.shardings[stage.module] if plan.shardings else Sharding()
+    special = {
+        axis.name
+        for name in stage.nodes
+        for axis, strategy in zip(sharding.axes, sharding.strategies.get(name, ()), strict=False)
+        if strategy.special
+    }
+    return frozenset(special | {"context"})
