@@ -44,21 +44,21 @@ class _Links:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
-    def send(self, tensor: torch.Tensor, peer: int, purpose: str, tag: int = 0) -> Handle:
+    def send(self, tensor: torch.Tensor, peer: int, purpose: str) -> Handle:
         """See :class:`Links`."""
         if tensor.numel() == 0:
             return Done()
         try:
-            return _Work(dist.isend(as_bytes(tensor), peer, self.group, tag), tensor, peer)
+            return _Work(dist.isend(as_bytes(tensor), peer, self.group), tensor, peer)
         except RuntimeError as error:
             raise _lost(f"rank {peer}", error) from error
 
-    def receive(self, buffer: torch.Tensor, peer: int, purpose: str, tag: int = 0) -> Handle:
+    def receive(self, buffer: torch.Tensor, peer: int, purpose: str) -> Handle:
         """See :class:`Links`."""
         if buffer.numel() == 0:
             return Done()
         try:
-            return _Work(dist.irecv(as_bytes(buffer), peer, self.group, tag), buffer, peer)
+            return _Work(dist.irecv(as_bytes(buffer), peer, self.group), buffer, peer)
         except RuntimeError as error:
             raise _lost(f"rank {peer}", error) from error
 
@@ -92,13 +92,13 @@ class DistributedTransport:
             elif self.rank == target:
                 self.receive(byte, source).wait()
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Handle:
+    def send(self, tensor: torch.Tensor, peer: int) -> Handle:
         """See :class:`Transport`."""
-        return (self._up if peer > self.rank else self._down).send(tensor, peer, "", tag)
+        return (self._up if peer > self.rank else self._down).send(tensor, peer, "")
 
-    def receive(self, buffer: torch.Tensor, peer: int, tag: int = 0) -> Handle:
+    def receive(self, buffer: torch.Tensor, peer: int) -> Handle:
         """See :class:`Transport`."""
-        return (self._down if peer > self.rank else self._up).receive(buffer, peer, "", tag)
+        return (self._down if peer > self.rank else self._up).receive(buffer, peer, "")
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """See :class:`Transport`."""

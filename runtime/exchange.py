@@ -12,15 +12,11 @@ import torch
 from mllm_compile.compiler import regions
 from mllm_compile.compiler.action import Action
 from mllm_compile.compiler.errors import RunError, explain
-from mllm_compile.compiler.mesh import Mesh
 from mllm_compile.compiler.program import Piece, Transfer
 from mllm_compile.runtime.measures import Measures
 from mllm_compile.runtime.outbox import Outbox
 from mllm_compile.runtime.pieces import is_whole, pack, room, unpack
 from mllm_compile.runtime.transport import Handle, Transport
-
-_STAGES = 4096
-"""More than there are stages."""
 
 Mail = dict[tuple[Action, int], torch.Tensor]
 """Packed pieces from this rank to itself, by the action that sends and the place in its list."""
@@ -99,8 +95,7 @@ class Exchange:
                 self._mail[action, own] = packed
                 own += 1
             else:
-                handle = self._transport.send(packed, piece.rank, _tag(action))
-                handles.setdefault(piece.rank, []).append(handle)
+                handles.setdefault(piece.rank, []).append(self._transport.send(packed, piece.rank))
                 self._measures.count_send(packed, forward=action.kind == "SEND_F")
         self._outbox.sent(action, handles)
 
@@ -133,22 +128,5 @@ class Exchange:
         buffer = value
         if not (value.is_contiguous() and is_whole(piece.region, value)):
             buffer = value.new_empty(regions.shape(piece.region))
-        handle = self._transport.receive(buffer, piece.rank, _tag(action.match))
+        handle = self._transport.receive(buffer, piece.rank)
         return _Remote(handle, (self._outbox, action, piece.rank), buffer, value, piece.region)
-
-
-def _tag(send: Action) -> int:
-    """Of the pair of stages: two ranks may have messages of several pairs under way."""
-    assert send.peer is not None
-    return 1 + send.stage * _STAGES + send.peer
-
-
-def check_tags(transport: Transport, meshes: Mapping[int, Mesh]) -> None:
-    """Raise RunError where messages of several pairs of stages would mix.
-
-    NCCL has no tags: it pairs the messages of two ranks by their order alone.
-    """
-    ranks = [rank for mesh in meshes.values() for rank in mesh.ranks]
-    if transport.device.type == "cuda" and len(set(ranks)) < len(ranks):
-        expected, remedy = "one stage on every GPU", "give every module ranks of its own"
-        raise RunError(explain("stages that share ranks", expected=expected, remedy=remedy))

@@ -21,7 +21,7 @@ from mllm_compile.compiler.mesh import Mesh
 from mllm_compile.compiler.program import Segment, StageProgram, Transfer
 from mllm_compile.kernels.collective.members import members
 from mllm_compile.runtime.boxed import Boxed, boxed
-from mllm_compile.runtime.exchange import Exchange, check_tags
+from mllm_compile.runtime.exchange import Exchange
 from mllm_compile.runtime.groups import members_of
 from mllm_compile.runtime.live import LiveValues, Value, uses_of
 from mllm_compile.runtime.measures import HostReads, Measures, live_bytes, storages
@@ -64,7 +64,6 @@ class Executor:
         publish: Callable[[str], None] | None = None,
     ) -> None:
         self.transport, self.state, self.meshes = transport, state, dict(meshes)
-        check_tags(transport, meshes)
         self.members = {
             stage: members_of(mesh, transport)
             for stage, mesh in self.meshes.items()

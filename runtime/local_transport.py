@@ -31,7 +31,6 @@ class _Post:
     tensor: torch.Tensor
     what: str
     purpose: str = ""
-    tag: int = 0
     done: bool = False
 
     def wait(self) -> None:
@@ -55,7 +54,7 @@ class LocalWorld:
         self.num_ranks = num_ranks
         self._delay = delay
         self._changed = threading.Condition()
-        self._channels: dict[tuple[int, int, str, int], _Channel] = defaultdict(_Channel)
+        self._channels: dict[tuple[int, int, str], _Channel] = defaultdict(_Channel)
         self._running = set(range(num_ranks))
         self._waiting: dict[int, _Post] = {}
         self._failure: Exception | None = None
@@ -69,7 +68,7 @@ class LocalWorld:
         if self._delay is not None:
             time.sleep(self._delay())
         with self._changed:
-            channel = self._channels[source, target, post.purpose, post.tag]
+            channel = self._channels[source, target, post.purpose]
             (channel.sends if sends else channel.receives).append(post)
             while channel.sends and channel.receives:
                 self._deliver(source, target, channel.sends.popleft(), channel.receives.popleft())
@@ -124,21 +123,21 @@ class _Links:
     def __init__(self, world: LocalWorld, rank: int) -> None:
         self.world, self.rank = world, rank
 
-    def send(self, tensor: torch.Tensor, peer: int, purpose: str, tag: int = 0) -> Handle:
+    def send(self, tensor: torch.Tensor, peer: int, purpose: str) -> Handle:
         """See :class:`Links`."""
         if tensor.numel() == 0:
             return Done()
         what = f"for rank {peer} to receive{_in(purpose)}"
-        post = _Post(self.world, self.rank, tensor, what, purpose, tag)
+        post = _Post(self.world, self.rank, tensor, what, purpose)
         self.world.post(self.rank, peer, post, sends=True)
         return post
 
-    def receive(self, buffer: torch.Tensor, peer: int, purpose: str, tag: int = 0) -> Handle:
+    def receive(self, buffer: torch.Tensor, peer: int, purpose: str) -> Handle:
         """See :class:`Links`."""
         if buffer.numel() == 0:
             return Done()
         what = f"to receive from rank {peer}{_in(purpose)}"
-        post = _Post(self.world, self.rank, buffer, what, purpose, tag)
+        post = _Post(self.world, self.rank, buffer, what, purpose)
         self.world.post(peer, self.rank, post, sends=False)
         return post
 
@@ -155,13 +154,13 @@ class LocalTransport:
         self.num_ranks = world.num_ranks
         self._links = _Links(world, rank)
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Handle:
+    def send(self, tensor: torch.Tensor, peer: int) -> Handle:
         """See :class:`Transport`."""
-        return self._links.send(tensor, peer, "", tag)
+        return self._links.send(tensor, peer, "")
 
-    def receive(self, buffer: torch.Tensor, peer: int, tag: int = 0) -> Handle:
+    def receive(self, buffer: torch.Tensor, peer: int) -> Handle:
         """See :class:`Transport`."""
-        return self._links.receive(buffer, peer, "", tag)
+        return self._links.receive(buffer, peer, "")
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """See :class:`Transport`."""

@@ -1,10 +1,9 @@
 """How ranks exchange tensors: the protocol, and the form a value has on the wire.
 
-A *channel* is an ordered pair of ranks and a tag: ranks that share several stages have one channel
-for every pair of stages. Sends and receives of one channel pair up in the order in which its two
-ends post them; nothing is negotiated, so both ends must agree on shape and dtype beforehand. A
-tensor without elements is never sent. Collectives of a group of ranks run on channels of their own
-and never wait behind a transfer.
+A *channel* is an ordered pair of ranks. Sends and receives of one channel pair up in the order in
+which its two ends post them; nothing is negotiated, so both ends must agree on shape and dtype
+beforehand. A tensor without elements is never sent. Collectives of a group of ranks run on channels
+of their own and never wait behind a transfer.
 """
 
 import re
@@ -41,10 +40,10 @@ class Transport(Protocol):
     num_ranks: int
     device: torch.device
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Handle:
+    def send(self, tensor: torch.Tensor, peer: int) -> Handle:
         """Start to send a contiguous tensor to rank ``peer``."""
 
-    def receive(self, buffer: torch.Tensor, peer: int, tag: int = 0) -> Handle:
+    def receive(self, buffer: torch.Tensor, peer: int) -> Handle:
         """Start to fill the contiguous ``buffer`` with the next tensor from rank ``peer``."""
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -97,18 +97,3 @@ def test_a_failing_thread_ends_the_others() -> None:
 
     with pytest.raises(ValueError, match="broken"):
         run_threads(3, rank_main)
-
-
-def test_messages_of_different_tags_need_no_common_order() -> None:
-    def rank_main(transport: LocalTransport) -> list[float]:
-        if transport.rank == 0:
-            handles = [transport.send(torch.tensor([float(tag)]), 1, tag) for tag in (1, 2)]
-            got = []
-        else:
-            got = [torch.zeros(1), torch.zeros(1)]
-            handles = [transport.receive(got[2 - tag], 0, tag) for tag in (2, 1)]
-        for handle in handles:
-            handle.wait()
-        return [float(value) for value in got]
-
-    assert run_threads(2, rank_main)[1] == [2.0, 1.0]

@@ -146,17 +146,3 @@ def test_pieces_that_leave_a_gap_are_refused() -> None:
 
     with pytest.raises(RunError, match=r"1RECV_F0<0 .*ranks 0, 1.*%h: expected 20 elements.* 12"):
         run_threads(3, rank_main)
-
-
-def test_without_tags_stages_may_not_share_ranks() -> None:
-    class OnGpu(LocalTransport):
-        def __init__(self, transport: LocalTransport) -> None:
-            super().__init__(transport.world, transport.rank, torch.device("cuda"))
-
-    def rank_main(transport: LocalTransport) -> None:
-        apart = Wide((0,), (1,))
-        Executor(OnGpu(transport), State({}), apart.meshes)
-        with pytest.raises(RunError, match="share ranks: expected one stage on every GPU"):
-            Executor(OnGpu(transport), State({}), Wide((0,), (0,)).meshes)
-
-    run_threads(1, rank_main)
