@@ -194,19 +194,9 @@ class Compiler:
         return self._schedules[variants]
 
     def _check_divisible(self, prepared: Sequence[Prepared], microbatches: int) -> None:
-        lanes = max(self.request.lane_counts)
-        if microbatches * lanes == 1:
-            return
-        for item in prepared:
-            _check_splittable(item.program)
-            if lanes > 1 and item.program.updates:
-                raise RequestError(
-                    explain(
-                        f"buffer {item.program.updates[0]}",
-                        expected="no update in forward: each data lane would update it otherwise",
-                        remedy="set data = 1, or keep the buffer out of forward",
-                    )
-                )
+        if microbatches * max(self.request.lane_counts) > 1:
+            for item in prepared:
+                _check_splittable(item.program)
 
 
 def richest(programs: Iterable[Captured]) -> Captured:

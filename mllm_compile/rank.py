@@ -6,7 +6,6 @@ transport.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -14,8 +13,9 @@ from torch import nn
 from mllm_compile.agreement import agree
 from mllm_compile.compilation import Compiler, Step
 from mllm_compile.compiler.errors import PlanError, explain
+from mllm_compile.compiler.graph import Graph
 from mllm_compile.compiler.layout import R, V
-from mllm_compile.compiler.mesh import SHARDED, Mesh
+from mllm_compile.compiler.mesh import Mesh
 from mllm_compile.compiler.plan import Plan
 from mllm_compile.compiler.regions import Region
 from mllm_compile.compiler.sharding import Layouts
@@ -82,15 +82,7 @@ class Rank:
             {stage: compiler.lane(step, k, stage, self.rank).prepared for stage in self.stages}
             for k in count
         ]
-        result = self.executor.step(
-            step.schedule, programs, prepared, number=number, measure=measure
-        )
-        spoken = {
-            k: loss
-            for k, loss in result.losses.items()
-            if any(own.loss and self._leads_lane(stage) for stage, own in programs[k].items())
-        }
-        return replace(result, losses=spoken)
+        return self.executor.step(step.schedule, programs, prepared, number=number, measure=measure)
 
     def update(self) -> torch.Tensor:
         """End the step with an update of the parameters; the global gradient norm."""
@@ -109,11 +101,6 @@ class Rank:
         return {
             name: self._placements[name].held[self.rank].region for name in self.state.parameters
         }
-
-    def _leads_lane(self, stage: int) -> bool:
-        """Whether this rank is the first of those that share its data lane of a stage."""
-        mesh = self.executor.meshes[stage]
-        return not any(mesh.place(self.rank, axis) for axis in SHARDED)
 
     def _settle(self) -> None:
         """Take in what newer programs use; a parameter that another rank reads now goes there."""
@@ -141,6 +128,7 @@ class Rank:
             del held[name]
         held.update(fresh)
         self.state.placements = {n: p for n, p in self._placements.items() if len(p.held) > 1}
+        self.state.updaters = _updaters(plans)
         self.transport.connect(self.state.groups)
         self._optimize(fresh)
         for name, kept in arrived.items():
@@ -150,7 +138,9 @@ class Rank:
     def _optimize(self, fresh: Mapping[str, nn.Parameter]) -> None:
         trainable = [parameter for parameter in fresh.values() if parameter.requires_grad]
         if self.optimizer is None:
-            self.optimizer = make_optimizer(self.compiler.request.optimizer, fresh)
+            divided = any(placement.divided for placement in self._placements.values())
+            request = self.compiler.request.optimizer
+            self.optimizer = make_optimizer(request, fresh, divided=divided)
         elif trainable:
             self.optimizer.add_param_group({"params": trainable})
 
@@ -232,6 +222,18 @@ def _placements(plans: Sequence[Plan], model: Mapping[str, nn.Parameter]) -> dic
         parameter = model[name]
         found[name] = Placement.of(parameter.shape, stages, summed=parameter.requires_grad)
     return found
+
+
+def _updaters(plans: Sequence[Plan]) -> dict[str, tuple[int, ...]]:
+    """The ranks that update a buffer, where there are several."""
+    found: dict[str, set[int]] = {}
+    for plan in plans:
+        for node, item in Graph(plan.captured).input_of.items():
+            if item.kind == "buffer" and item.name in plan.captured.updates:
+                readers = {user.name for user in node.users}
+                held = [stage.ranks for stage in plan.stages if not readers.isdisjoint(stage.nodes)]
+                found.setdefault(item.name, set()).update(*held)
+    return {name: tuple(sorted(ranks)) for name, ranks in found.items() if len(ranks) > 1}
 
 
 def _mesh(plan: Plan, stage: int) -> Mesh:
