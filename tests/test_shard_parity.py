@@ -7,7 +7,9 @@ from mllm_compile.compiler.request import ModuleSpec, Parallel, Request
 from mllm_compile.passes.capture.lift import lifted
 from mllm_compile.passes.capture.programs import Programs
 from mllm_compile.passes.pipeline import make_plan
+from mllm_compile.verify import verify
 from tests.localized import assert_exact
+from tests.parity import assert_passed, workload_of
 from tests.sharded import Mixture, batch, build
 
 
@@ -53,3 +55,10 @@ def test_more_decoders(model, tokens, split, sizes):
 def test_a_mixture_of_experts(sizes):
     torch.manual_seed(0)
     assert_parity(Mixture(), {"ids": batch(32)["input_ids"]}, **sizes)
+
+
+def test_ranks_that_own_rows_of_an_embedding_run_graphs_of_their_own():
+    """A table of positions is divided by rows: each rank looks up those that it has."""
+    module = ModuleSpec(("",), (0, 1), Parallel(tensor=2))
+    request = Request((module,), dtype="float64", microbatch_size=2)
+    assert_passed(verify(request, workload_of("vision_audio_llm"), in_process=True))
