@@ -24,6 +24,7 @@ def verification_view(found: Verification) -> Group:
     table.add_row(f"gradients: {len(found.errors)}, tolerance {found.tolerance:.0e}; worst:", "")
     for name, error in sorted(found.errors.items(), key=lambda item: -item[1])[:WORST]:
         table.add_row(f"  {name}", f"{error:.1e}")
+    table.add_row("norm of all gradients", f"{found.norm_error:.1e}")
     for title, names in (("missing", found.missing), ("unexpected", found.unexpected)):
         for name in names:
             table.add_row(f"{title}: {name}", "-")

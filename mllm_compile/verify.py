@@ -38,13 +38,14 @@ Gradients = Mapping[str, torch.Tensor]
 class RankResult:
     """What one rank computed in the verified step.
 
-    ``gradients`` are those of its shards, ``regions`` says which elements they are. Of the ranks
-    that share a data lane one has the lane's loss.
+    ``gradients`` are those of its shards, ``regions`` says which elements they are; ``grad_norm``
+    is that of the whole model. Of the ranks that share a data lane one has the lane's loss.
     """
 
     loss: torch.Tensor | None
     gradients: Gradients
     regions: Mapping[str, Region]
+    grad_norm: float
     measures: Measures
 
 
@@ -56,6 +57,7 @@ class Verification:
     eager_loss: float
     program_loss: float
     errors: Mapping[str, float]
+    norm_error: float
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     measures: Sequence[Measures] = field(default_factory=tuple)
@@ -78,7 +80,7 @@ class Verification:
     @property
     def passed(self) -> bool:
         """Every error within tolerance (a NaN is not), and the same set of gradients."""
-        errors = (self.loss_error, self.max_error, *self.errors.values())
+        errors = (self.loss_error, self.norm_error, self.max_error, *self.errors.values())
         agree = all(error <= self.tolerance for error in errors)
         return agree and not self.missing and not self.unexpected
 
@@ -96,6 +98,7 @@ class Verification:
             "gradients": {
                 "compared": len(self.errors),
                 "max_relative_error": self.max_error,
+                "norm_relative_error": self.norm_error,
                 "worst": self.worst,
                 "missing": list(self.missing),
                 "unexpected": list(self.unexpected),
@@ -162,6 +165,7 @@ def compare(
         eager_loss=loss,
         program_loss=sum(float(result.loss) for result in results if result.loss is not None),
         errors=errors,
+        norm_error=max((abs(r.grad_norm - norm) for r in results), default=0.0) / max(norm, 1e-300),
         missing=tuple(sorted(set(expected) - set(errors))),
         unexpected=tuple(sorted(gradients - set(expected))),
         measures=[result.measures for result in results],
@@ -225,7 +229,9 @@ def _rank_result(rank: Rank, step: Step) -> RankResult:
     result = rank.run(step, measure=True)
     losses = list(result.losses.values())
     loss = torch.stack(losses).sum() if losses else None
-    return RankResult(loss, rank.gradients(), rank.regions, result.measures)
+    gradients = rank.gradients()
+    norm = float(rank.state.grad_norm(rank.transport))
+    return RankResult(loss, gradients, rank.regions, norm, result.measures)
 
 
 def _total(measures: Sequence[Measures]) -> Measures:

@@ -1,10 +1,12 @@
 """Depths, microbatch counts, cuts inside blocks, transports: always the same gradients."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
+from mllm_compile.compiler.holding import Holding
 from mllm_compile.runtime.measures import Measures
 from mllm_compile.verify import RankResult, compare, verify
 from tests.families import MODULES
@@ -71,5 +73,28 @@ def test_a_wrong_gradient_in_bfloat16_is_found():
     gradients = {"a": torch.ones(4, dtype=torch.bfloat16), "b": torch.full((4,), 1e-2)}
     wrong = {**gradients, "b": gradients["b"] * 1.1}
     for found, passed in ((gradients, True), (wrong, False)):
-        result = RankResult(torch.tensor(1.0), found, Measures())
+        assert compare(request, [_result(found)], 1.0, gradients).passed is passed
+
+
+def test_a_wrong_norm_of_all_gradients_is_found():
+    request = request_of(MODULES["llava"], [1, 1, 2])
+    gradients = {"a": torch.ones(4, dtype=torch.float64)}
+    for norm, passed in ((2.0, True), (2.0 + 1e-6, False)):
+        result = replace(_result(gradients), grad_norm=norm)
         assert compare(request, [result], 1.0, gradients).passed is passed
+
+
+def test_a_shard_that_no_rank_has_is_missing():
+    request = request_of(MODULES["llava"], [1, 1, 2])
+    gradients = {"a": torch.ones(4, dtype=torch.float64)}
+    half = replace(_result({"a": torch.ones(2)}), regions={"a": (((0, 2),),)}, grad_norm=2.0)
+    other = replace(half, loss=None, regions={"a": (((2, 4),),)})
+    assert compare(request, [half, other], 1.0, gradients).passed
+    assert compare(request, [half, replace(half, loss=None)], 1.0, gradients).missing == ("a",)
+
+
+def _result(gradients):
+    """Of one rank that holds everything."""
+    regions = {name: Holding.whole(g.shape).region for name, g in gradients.items()}
+    norm = sum(float(g.double().square().sum()) for g in gradients.values()) ** 0.5
+    return RankResult(torch.tensor(1.0), gradients, regions, norm, Measures())
