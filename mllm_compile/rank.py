@@ -138,7 +138,10 @@ class Rank:
     def _optimize(self, fresh: Mapping[str, nn.Parameter]) -> None:
         trainable = [parameter for parameter in fresh.values() if parameter.requires_grad]
         if self.optimizer is None:
-            divided = any(placement.divided for placement in self._placements.values())
+            divided = any(
+                placement.divided and self._model[name].requires_grad
+                for name, placement in self._placements.items()
+            )
             request = self.compiler.request.optimizer
             self.optimizer = make_optimizer(request, fresh, divided=divided)
         elif trainable:
