@@ -1,6 +1,9 @@
 """Workloads that ranks in processes of their own find by name."""
 
+from functools import partial
+
 from mllm_compile.workload import Workload
+from tests.families import FAMILIES
 from tests.parity import evenly, workload_of
 
 
@@ -12,3 +15,7 @@ def llava() -> Workload:
 def vision_audio_llm() -> Workload:
     """Two encoders before one language model, on samples of one length."""
     return evenly(workload_of("vision_audio_llm"))
+
+
+globals().update({f"ragged_{name}": partial(workload_of, name) for name in FAMILIES})
+"""Every family of the zoo as it is: samples of different lengths."""
