@@ -4,8 +4,10 @@ The forward runs under fake tensors with gradients on, parameters requiring grad
 model. It is traced again as long as the last trace found new helpers to hoist.
 """
 
+import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -39,9 +41,32 @@ def capture(
     scalar loss. ``lift`` makes float32 mean another dtype (see ``lifted``). The model is left as it
     was. Raises CaptureError, naming the source line, for what cannot be one graph.
     """
+    with LOCK, _collected_young():
+        return _capture(model, batch, outputs, lift)
+
+
+@contextmanager
+def _collected_young() -> Iterator[None]:
+    """Collect what a trace leaves in cycles at its end, instead of letting it grow old.
+
+    Old garbage provokes collections of the whole heap, which take longer than a small trace.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+            gc.collect(1)
+
+
+def _capture(
+    model: nn.Module, batch: Mapping[str, Any], outputs: Outputs | None, lift: torch.dtype | None
+) -> Captured:
     start = time.perf_counter()
     entries = Entries.of(batch)
-    with LOCK, unchanged_generators():
+    with unchanged_generators():
         found, passes = StableTrace(model, entries, outputs or loss_of, lift).find()
     program = _assemble(found, entries, outputs is None)
     _check_itself(program, batch, dict(model.named_buffers()))

@@ -6,10 +6,11 @@ the outermost call that can be one opaque node becomes one.
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import CodeType, FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -20,6 +21,8 @@ from mllm_compile.passes.capture.candidates import Candidates
 from mllm_compile.passes.capture.hoisted_calls import Refused, emit, is_plain, record
 from mllm_compile.passes.capture.reachable import names_in
 from mllm_compile.passes.capture.shadow_mode import ShadowMode
+
+_found: WeakKeyDictionary[nn.Module, dict[CodeType, list[ref[FunctionType]]]] = WeakKeyDictionary()
 
 
 class Hoister:
@@ -81,8 +84,9 @@ def intercepted(candidates: Candidates, hoister: Hoister) -> Iterator[None]:
     """Let every function that runs one of these codes ask the hoister first."""
     replaced: list[tuple[FunctionType, CodeType]] = []
     try:
-        for code, name in candidates.items():
-            for function in _functions_of(code):
+        for code, functions in _functions(hoister.model, candidates).items():
+            for function in functions:
+                name = candidates[code]
                 original = _copy(function)
                 function.__code__ = _trampoline(code, _bind(hoister, original, name))
                 replaced.append((function, code))
@@ -92,10 +96,20 @@ def intercepted(candidates: Candidates, hoister: Hoister) -> Iterator[None]:
             function.__code__ = code
 
 
-def _functions_of(code: CodeType) -> list[FunctionType]:
-    """All functions that share this code: importers, bound methods and decorators see the same."""
-    owners = gc.get_referrers(code)
-    return [f for f in owners if isinstance(f, FunctionType) and f.__code__ is code]
+def _functions(model: nn.Module, codes: Collection[CodeType]) -> dict[CodeType, list[FunctionType]]:
+    """All functions that share a code: importers, bound methods and decorators see the same.
+
+    Looking for them takes as long as a trace: what was found for a model holds while it lives.
+    """
+    known = _found.setdefault(model, {})
+    living = {code: [function() for function in known.get(code, ())] for code in codes}
+    missing = [code for code, functions in living.items() if not all(functions) or not functions]
+    if missing:
+        owners = [f for f in gc.get_referrers(*missing) if isinstance(f, FunctionType)]
+        for code in missing:
+            living[code] = [f for f in owners if f.__code__ is code]
+            known[code] = list(map(ref, living[code]))
+    return {code: [f for f in functions if f] for code, functions in living.items()}
 
 
 def _copy(function: FunctionType) -> FunctionType:

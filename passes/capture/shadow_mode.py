@@ -17,9 +17,9 @@ from mllm_compile.passes.capture.memory_writes import MemoryWrites
 from mllm_compile.passes.capture.provenance import Provenance, source_line
 from mllm_compile.passes.capture.randomness import RANDOM, is_random
 from mllm_compile.passes.capture.shadows import Shadows, tensors_in
-from mllm_compile.passes.capture.tracing import last_node, nodes_after
+from mllm_compile.passes.capture.tracing import FakeTensor, last_node, nodes_after
 
-aten = torch.ops.aten
+aten, prim = torch.ops.aten, torch.ops.prim
 OURS = "mllm"
 
 
@@ -59,6 +59,8 @@ class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run one operator, then label whatever it recorded."""
+        if func is prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # most calls are this one
         mark = last_node()
         grad = self.provenance.caller_grad if func.namespace == OURS else torch.is_grad_enabled()
         try:

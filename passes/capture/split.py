@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from mllm_compile.compiler.captured import Input
 from mllm_compile.passes.capture.functionalize import Functional
@@ -108,7 +109,7 @@ def _subgraph(
             copies[node] = graph.node_copy(node, lambda source: copies[source])
             copies[node].meta = _labels(node)
     graph.output(tuple(copies[node] for node in targets))
-    return fx.GraphModule(found.graph, graph), tuple(inputs), copies
+    return _LazyGraphModule(found.graph, graph), tuple(inputs), copies
 
 
 def _placeholder(graph: fx.Graph, item: Input, source: fx.Node) -> fx.Node:
