@@ -81,6 +81,7 @@ class Compiler:
         self._plans: dict[int, Plan] = {}
         self._lowered: dict[tuple[int, int, Places], StageProgram] = {}
         self._linked: dict[tuple[Any, ...], StageProgram] = {}
+        self._variants: dict[int, Variant] = {}
         self._schedules: dict[tuple[Variant, ...], Schedule] = {}
 
     def step(self, batches: Sequence[Microbatch], pair: Mapping[str, Any] | None = None) -> Step:
@@ -105,7 +106,7 @@ class Compiler:
             both = capture(self.model, pair, **self.programs.options)
             _check_splittable(both)
             check_alike(both, [item.program for item in every[:2]])
-        self.plan(richest(item.program for item in every))  # first: it places the parameters
+        self._plan_first(item.program for item in every)
         counts = self.request.lane_counts
         totals = {
             count: iter(with_global_denominators([x for mb in prepared for x in mb[count]]))
@@ -119,6 +120,12 @@ class Compiler:
             for _ in batches
         )
         return Step(compiled, self._schedule(compiled))
+
+    def _plan_first(self, programs: Iterable[Captured]) -> None:
+        """Plan the richest of programs that are not all planned yet: it places the parameters."""
+        different = {id(program): program for program in programs}
+        if not different.keys() <= self._plans.keys():
+            self.plan(richest(different.values()))
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -183,7 +190,7 @@ class Compiler:
 
     def _schedule(self, microbatches: Sequence[Mapping[int, tuple[Lane, ...]]]) -> Schedule:
         variants = tuple(
-            union(variant_of(lane.plan) for each in lanes.values() for lane in each)
+            union(self._variant(lane.plan) for each in lanes.values() for lane in each)
             for lanes in microbatches
         )
         if variants not in self._schedules:
@@ -192,6 +199,11 @@ class Compiler:
             dry_run(made, stages, variants)
             self._schedules[variants] = made
         return self._schedules[variants]
+
+    def _variant(self, plan: Plan) -> Variant:
+        if id(plan) not in self._variants:
+            self._variants[id(plan)] = variant_of(plan)
+        return self._variants[id(plan)]
 
     def _check_divisible(self, prepared: Sequence[Prepared], microbatches: int) -> None:
         if microbatches * max(self.request.lane_counts) > 1:

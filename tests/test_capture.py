@@ -1,5 +1,6 @@
 """What a captured program says about itself, and that it computes what the model computes."""
 
+import gc
 import threading
 
 import pytest
@@ -239,3 +240,34 @@ def test_a_changed_constant_is_noticed_and_guards_are_compared_over_samples():
     ((label, values),) = programs.varying_guards()
     assert "constant_0" in label
     assert values == (True, False)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_is_as_it_was(enabled):
+    before = gc.isenabled()
+    if not enabled:
+        gc.disable()
+    try:
+        capture(Tied().double(), tied_batch(0))
+        assert gc.isenabled() is enabled
+        with pytest.raises(CaptureError):
+            capture(nn.Linear(2, 2), {"input": torch.ones(2, 2)})  # no loss
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable() if before else gc.disable()
+
+
+def test_a_helper_that_took_the_place_of_another_is_hoisted_too():
+    def make(factor):
+        def helper(ids):
+            return torch.tensor([[float(i * k * factor) for k in range(4)] for i in ids.tolist()])
+
+        return helper
+
+    model = Any(lambda model, ids: model.linear(model.helper(ids).double()).pow(2).mean()).double()
+    batch, other = ({"ids": torch.tensor([seed, 2, 3])} for seed in (1, 4))
+    for factor in (1.0, 2.0):
+        model.helper = make(factor)
+        program = capture(model, batch)
+        assert len(program.report.hoisted) == 1
+        assert outcome(model, program, other) is Outcome.EXACT

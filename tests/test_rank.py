@@ -66,3 +66,16 @@ def test_a_parameter_comes_to_its_new_rank_as_trained(
     assert any(arrived is p for group in new.optimizer.param_groups for p in group["params"])
     assert (MOVED in old.state.parameters) == (0 in holders)
     assert (MOVED in new.state.placements) == (len(holders) > 1)
+
+
+def test_a_step_of_known_programs_is_compiled_from_what_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workload = load_workload(REQUEST)
+    compiler = Compiler(REQUEST, ready_model(REQUEST, workload.model))
+    first = compiler.step(microbatches(REQUEST, workload, 0))
+    for analysis in ("richest", "variant_of", "make_plan", "make_schedule"):
+        monkeypatch.delattr(f"mllm_compile.compilation.{analysis}")
+    again = compiler.step(microbatches(REQUEST, workload, 0))
+    assert again.plans == first.plans
+    assert again.schedule is first.schedule
