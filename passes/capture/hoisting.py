@@ -99,17 +99,17 @@ def intercepted(candidates: Candidates, hoister: Hoister) -> Iterator[None]:
 def _functions(model: nn.Module, codes: Collection[CodeType]) -> dict[CodeType, list[FunctionType]]:
     """All functions that share a code: importers, bound methods and decorators see the same.
 
-    Looking for them takes as long as a trace: what was found for a model holds while it lives.
+    Looking for them takes as long as a trace: what was found for a model holds while all live.
     """
     known = _found.setdefault(model, {})
-    living = {code: [function() for function in known.get(code, ())] for code in codes}
-    missing = [code for code, functions in living.items() if not all(functions) or not functions]
-    if missing:
-        owners = [f for f in gc.get_referrers(*missing) if isinstance(f, FunctionType)]
-        for code in missing:
+    living = {code: [f for r in known.get(code, ()) if (f := r())] for code in codes}
+    stale = [code for code in codes if not living[code] or len(living[code]) < len(known[code])]
+    if stale:
+        owners = [f for f in gc.get_referrers(*stale) if isinstance(f, FunctionType)]
+        for code in stale:
             living[code] = [f for f in owners if f.__code__ is code]
-            known[code] = list(map(ref, living[code]))
-    return {code: [f for f in functions if f] for code, functions in living.items()}
+            known[code] = [ref(function) for function in living[code]]
+    return living
 
 
 def _copy(function: FunctionType) -> FunctionType:
