@@ -10,7 +10,10 @@ from mllm_compile.compiler.graph import is_element
 from mllm_compile.compiler.layout import R
 from mllm_compile.compiler.mesh import MeshAxis
 from mllm_compile.compiler.sharding import Strategy
+from mllm_compile.passes.lower.masked_rows import divides_rows, masked_rows
+from mllm_compile.passes.sharding.call import Call
 from mllm_compile.passes.sharding.local_call import local_call
+from mllm_compile.passes.sharding.rules_index import numbered_dims
 from tests.layout_forms import Form
 from tests.thread_ranks import run_ranks
 
@@ -32,11 +35,11 @@ class Instance:
     values: tuple[torch.Tensor, ...]
     gradients: tuple[bool, ...]
 
-    def run(self, values, results=None, special="", queries=None):
+    def run(self, values, results=None, special="", queries=None, rows=None):
         """The results for whole operands, or for parts where ``results`` gives the local shapes.
 
         ``special`` is the axis along which the special operator runs; ``queries`` are the places
-        of those at hand in a causal attention.
+        of those at hand in a causal attention, ``rows`` (dim, places) of those written by a mask.
         """
         rest = iter(values)
         args, kwargs = fx.map_arg((self.node.args, self.node.kwargs), lambda _: next(rest))
@@ -55,6 +58,13 @@ class Instance:
             return target(*args, **kwargs)
 
         shapes = [tuple(value.shape) for value in values]
+        if rows is not None:
+            dim, places, count = rows
+
+            def part(whole, _):
+                return whole.index_select(dim, torch.as_tensor(places))
+
+            return as_list(masked_rows(emit, part, values, shapes, self.values[0].shape[:count]))
         return as_list(local_call(emit, self.node, args, kwargs, shapes, results))
 
     def leaves(self, values):
@@ -110,6 +120,13 @@ def check(instance: Instance, strategy: Strategy, axis: MeshAxis) -> None:
         for f, c in zip(gives, cotangents, strict=True)
     ]
 
+    def rows(rank):
+        layouts = tuple(f.layout for f in have)
+        if not divides_rows(instance.node, layouts[:1]):
+            return None
+        places = have[0].indices(whole[0].shape[layouts[0].dim], rank)
+        return layouts[0].dim, places, numbered_dims(Call.of(instance.node))
+
     def body(places):
         rank = places[axis.name]
         leaves = instance.leaves([parts[rank] for parts in values])
@@ -119,7 +136,7 @@ def check(instance: Instance, strategy: Strategy, axis: MeshAxis) -> None:
         queries = (
             have[0].indices(whole[0].shape[2], rank) if first.divided and first.dim == 2 else None
         )
-        outs = instance.run(leaves, results, special, queries)
+        outs = instance.run(leaves, results, special, queries, rows(rank))
         return outs, gradients_of(leaves, outs, [parts[rank] for parts in seeds])
 
     if strategy.special:

@@ -157,7 +157,7 @@ FORMS = {
     "rows kept by a mask": (
         aten.masked_scatter,
         (normal(2, 6, 4), KEPT[..., None], normal(5, 4)),
-        1,
+        3,
     ),
     "depthwise": (
         lambda x, w, b: aten.convolution(x, w, b, [1], [1], [1], False, [0], 6),

@@ -22,6 +22,7 @@ from mllm_compile.passes.lower.causal import ATTENTION, CausalMasks
 from mllm_compile.passes.lower.extract import StageGraph
 from mllm_compile.passes.lower.local_graph import LocalGraph, Value
 from mllm_compile.passes.lower.local_values import LocalRank, Shape
+from mllm_compile.passes.lower.masked_rows import divides_rows, masked_rows_call
 from mllm_compile.passes.lower.special import special_axis, special_call
 from mllm_compile.passes.sharding.local_call import local_call
 
@@ -109,6 +110,8 @@ class _Localizer:
         axis = special_axis(node, self.rank.axes, strategies)
         if axis is not None:
             made = emit(*special_call(node, args, kwargs, axis), {})
+        elif divides_rows(node, _inputs(strategies, 0)):
+            made = masked_rows_call(self.local, node, operands, _inputs(strategies, 0))
         else:
             if node.target is ATTENTION:
                 args = self.masks.explicit(node, args, kwargs, _inputs(strategies, 0))

@@ -118,9 +118,11 @@ class Choices:
         """Whether a node that an axis can divide may not run whole, however cheap that were."""
         if node in self.setting.graph.weights:
             return False
-        if self.setting.axis.name == "expert":
+        plan, axis = self.setting.plan, self.setting.axis.name
+        if axis == "expert":
             return node in self.setting.classes.stacks
-        return self.setting.plan.costs[node.name].total > 0
+        differentiated = axis == "context" and node.name in plan.needs_grad
+        return differentiated or plan.costs[node.name].total > 0
 
     def _wanted(self, point: str, output: int = 0) -> list[dict[Layout, None]]:
         """For every reader of a result the layouts that it may want, in order."""

@@ -6,7 +6,7 @@ is written out and begins with a maximum), what runs with them, and parts or joi
 entries and the batches of attention, unless they are tokens too (packed sequences).
 
 =========  ===================================================================================
-context    tokens, and nothing else. Parameters stay whole.
+context    tokens, and nothing else; divided wherever a gradient flows. Parameters stay whole.
 expert     experts, and nothing else; stacks of matrices are divided.
 tensor     anything but samples; matrices are divided. Tokens are divided where that pays
            (sequence parallelism).

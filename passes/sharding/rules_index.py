@@ -112,17 +112,27 @@ def search(call: Call) -> str | None:
 def masked_scatter(call: Call) -> str | None:
     """Kept places take the source's elements in order: a mask of whole rows leaves rows free.
 
-    The k-th kept row comes from the k-th row of the source, so the dims that number rows are whole.
+    The k-th kept row comes from the k-th row of the source: its rows are whole, and so are the
+    mask's, which number them. Lowering looks up the rows of a part.
     """
     x, mask, source = call.inputs
-    row = len(x) - len(_numbering(call["mask"], x))
-    if not row or x[len(x) - row :] != source[len(source) - row :]:
+    count = numbered_dims(call)
+    if count is None:
         return None
-    kept = [f"x{dim}" for dim in range(row)]
-    left = " ".join([*(f"n{dim}!" for dim in range(len(x) - row)), *kept])
-    own = left.split()[len(x) - len(mask) :]
-    rows = " ".join([*(f"r{dim}!" for dim in range(len(source) - row)), *kept])
+    kept = [f"x{dim}" for dim in range(len(x) - count)]
+    mark = "" if 0 not in source else "!"
+    left = " ".join([*(f"n{dim}{mark}" for dim in range(count)), *kept])
+    own = [*(f"m{dim}!" for dim in range(count)), *kept][len(x) - len(mask) :]
+    rows = " ".join([*(f"r{dim}!" for dim in range(len(source) - len(kept))), *kept])
     return f"{left}, {' '.join(own)}, {rows} -> {left} | 0+2"
+
+
+def numbered_dims(call: Call) -> int | None:
+    """How many dims of a ``masked_scatter`` number its rows; None if single elements are kept."""
+    x, _, source = call.inputs
+    count = len(_numbering(call["mask"], x))
+    row = x[count:]
+    return count if row and row == source[len(source) - len(row) :] else None
 
 
 def _numbering(mask: torch.fx.Node, x: Shape) -> Shape:
