@@ -1,7 +1,8 @@
 """What every point of a module's dataflow may choose along one axis, and what that costs.
 
-Parameters and values from other modules choose among whole and the layouts that readers want;
-values that leave a stage also among those in which they are made. Boundaries are R or S.
+Parameters choose among whole and the layouts that readers want; values that leave a stage also
+among those in which they are made. Values from other modules arrive whole or divided in any way: a
+part for each rank, gathered there, may be cheaper than a copy for each. Boundaries are R or S.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -148,16 +149,14 @@ class Choices:
             return (_made(R),)
         if point.kind == "parameter":
             return tuple(map(_made, self._of_parameter(point)))
-        wanted = dict.fromkeys(layout for want in self._wanted(point.name) for layout in want)
-        if point.kind == "leaving":
-            producer, output = point.value
-            made = (each.outputs[output] for each in self.options[producer.name])
-            wanted |= dict.fromkeys(made)
         legal = self._legal(point)
+        if point.kind == "received":
+            return (_made(R), *(_made(layout) for layout in legal if layout.divided))
+        wanted = dict.fromkeys(layout for want in self._wanted(point.name) for layout in want)
+        producer, output = point.value
+        wanted |= dict.fromkeys(each.outputs[output] for each in self.options[producer.name])
         kept = [R, *(layout for layout in wanted if layout.divided and layout in legal)]
-        if point.kind == "leaving":
-            return tuple(Strategy("leaves", (layout,), (layout,)) for layout in kept)
-        return tuple(map(_made, kept))
+        return tuple(Strategy("leaves", (layout,), (layout,)) for layout in kept)
 
     def _legal(self, point: Point) -> tuple[Layout, ...]:
         """The layouts in which a stage may hold a value."""
@@ -202,10 +201,12 @@ class Choices:
             decided = (*setting.decided(point), (setting.axis, option))
             gradient = node.name in setting.plan.needs_grad
             return price.work(node, setting.plan.costs[node.name], decided, gradient)
+        held = setting.held(point, 0)
+        if kind == "received":
+            return price.arrival((node, 0), option.outputs[0], setting.axis, held)
         if kind != "parameter":
             return 0.0
         steps = setting.plan.request.microbatches
-        held = setting.held(point, 0)
         return price.state((node, 0), option.outputs[0], setting.axis, held, steps)
 
 

@@ -22,6 +22,9 @@ from mllm_compile.passes.sharding.values import Value, operands
 FLOPS_PER_SECOND = 400e12
 MEMORY_BANDWIDTH = 3e12
 LINK_BANDWIDTH = 400e9
+CROSSING_BANDWIDTH = 50e9
+"""Of a rank's way to the ranks of other modules, which may stand in other boxes."""
+
 LATENCY = 10e-6
 FLOAT_BYTES = 2
 STATE_BYTES = 32
@@ -113,6 +116,11 @@ def is_view(node: fx.Node) -> bool:
         return True
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(result.alias_info for result in schema.returns)
+
+
+def arrival(value: Value, layout: Layout, axis: MeshAxis, held: float) -> float:
+    """Seconds in which a value from another module arrives; ``held`` as in :func:`state`."""
+    return size_of(value) * held * share(layout, axis) / CROSSING_BANDWIDTH
 
 
 def state(value: Value, layout: Layout, axis: MeshAxis, held: float, steps: int) -> float:
