@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_outputs import BaseModelOutput
 
 from mllm_compile.compilation import Compiler, Step
 from mllm_compile.compiler.holding import Holding
@@ -15,6 +17,8 @@ from mllm_compile.rank import Rank
 from mllm_compile.runtime.local_transport import run_threads
 from mllm_compile.runtime.measures import Measures
 from mllm_compile.workload import Workload
+from tests.families_composite import Composite
+from tests.registry import text_config
 from tests.samples import IMAGE, collate, make, noise, sentence
 
 
@@ -66,6 +70,37 @@ class Merging(nn.Module):
 
 
 MERGING = (("vision",), ("embed", "head"))
+
+
+class Pixels(nn.Module):
+    """An encoder of one matrix."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.patches = nn.Linear(6, width)
+
+    def forward(self, pixel_values: Tensor) -> BaseModelOutput:
+        return BaseModelOutput(last_hidden_state=self.patches(pixel_values))
+
+
+def wide_decoder(tokens: int, width: int) -> Workload:
+    """Four samples with as many image tokens each, and one layer of a decoder."""
+    config = text_config(
+        hidden_size=width,
+        intermediate_size=width,
+        num_hidden_layers=1,
+        num_key_value_heads=4,
+        max_position_embeddings=2 * tokens,
+    )
+
+    def build(g: torch.Generator, index: int):
+        return {**sentence(g, [IMAGE] * tokens), "pixel_values": noise(g, 1, tokens, 6)}
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Composite(LlamaForCausalLM(LlamaConfig(**config)), Pixels(width))
+        model.vision_projector = nn.Identity()
+        return Workload(model, make(build, 4), collate)
 
 
 def merging(tokens: Sequence[int], width: int = 8, reduction: str = "mean") -> Workload:

@@ -15,6 +15,7 @@ from tests.boundary_models import (
     request_of,
     run,
     two_readers,
+    wide_decoder,
 )
 from tests.parity import assert_passed
 
@@ -81,14 +82,22 @@ def test_messages_are_pieces_and_bytes_are_those_that_must_move(sizes, shared):
     assert sent.bytes[0] > 0
 
 
-def test_a_quarter_of_the_bytes_of_a_bridge_with_a_leader():
-    """Encoder 1x4 -> tensor 4: such a bridge brings in 16A, four times what all lanes make."""
-    tokens, width = 600, 256
-    workload = merging([tokens] * 4, width)
-    request = request_of(MERGING, ({"data": 4}, {"tensor": 4}), microbatches=1, microbatch_size=4)
+@pytest.mark.parametrize(
+    ("axis", "tokens", "width"),
+    [("tensor", 40, 64), pytest.param("context", 600, 256, marks=slow)],
+)
+def test_a_quarter_of_the_bytes_of_a_bridge_with_a_leader(axis, tokens, width):
+    """Encoder 1x4 -> 4 ranks: such a bridge brings in 16A, four times what all lanes make.
+
+    Tensor ranks merge their part of the hidden size; context ranks need all features, and gather
+    them among themselves if there are enough of them for that to pay.
+    """
+    workload = wide_decoder(tokens, width)
+    request = request_of(
+        (("vision",), ("llm",)), ({"data": 4}, {axis: 4}), microbatches=1, microbatch_size=4
+    )
     compiler, step = compiled(request, workload)
     sent = run(compiler, step, request.num_ranks)
     activation = tokens * width * 8
-    assert sent.bytes[0] <= 16 * activation / 4
-    assert sent.bytes[1] <= 16 * activation / 4
+    assert sent.bytes == (4 * activation, 4 * activation)
     assert_passed(verify(request, workload, in_process=True))
