@@ -213,7 +213,7 @@ class Compiler:
 
 def richest(programs: Iterable[Captured]) -> Captured:
     """The program that reads most parameters (then: of most nodes); its plan places them all."""
-    return max(programs, key=_size)
+    return max({id(program): program for program in programs}.values(), key=_size)
 
 
 def _size(program: Captured) -> tuple[int, int]:

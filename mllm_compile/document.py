@@ -19,7 +19,12 @@ from mllm_compile.compiler.errors import RequestError
 from mllm_compile.compiler.plan import NodeCost, Plan
 from mllm_compile.compiler.request import Request
 from mllm_compile.compiler.stage import Boundary, Stage
-from mllm_compile.sharding_record import ShardingRecord, sharding_records
+from mllm_compile.sharding_record import (
+    CollectiveRecord,
+    ShardingRecord,
+    collective_records,
+    sharding_records,
+)
 
 FORMAT = 1
 
@@ -75,6 +80,7 @@ class Document:
     stages: tuple[Stage, ...] = ()
     boundaries: tuple[Boundary, ...] = ()
     shardings: tuple[ShardingRecord, ...] = ()
+    collectives: tuple[CollectiveRecord, ...] = ()
     schedule: Schedule | None = None
     notes: tuple[str, ...] = ()
 
@@ -89,6 +95,7 @@ class Document:
             stages=plan.stages,
             boundaries=plan.boundaries,
             shardings=tuple(sharding_records(plan)),
+            collectives=tuple(collective_records(plan)),
             schedule=plan.schedule,
             notes=(*report.notes, *(f"not hoisted: {name}: {why}" for name, why in report.refused)),
         )
@@ -122,6 +129,7 @@ class Document:
             stages=tuple(_build(Stage, row) for row in table["stages"]),
             boundaries=tuple(_build(Boundary, row) for row in table["boundaries"]),
             shardings=tuple(_build(ShardingRecord, row) for row in table["shardings"]),
+            collectives=tuple(_build(CollectiveRecord, row) for row in table["collectives"]),
             schedule=None if schedule is None else Schedule.from_text("\n".join(schedule)),
             notes=tuple(table["notes"]),
         )

@@ -8,10 +8,11 @@ from rich.table import Table
 from rich.text import Text
 
 from mllm_compile.compiler.errors import RequestError, explain
+from mllm_compile.compiler.mesh import Mesh
 from mllm_compile.compiler.stage import Stage
 from mllm_compile.document import Document, NodeRecord
 from mllm_compile.passes.modules import module_of_path
-from mllm_compile.quantities import count, size
+from mllm_compile.quantities import count, numbers, size
 from mllm_compile.render import boundary_table, new_table, stage_nodes, stage_table
 
 
@@ -61,11 +62,30 @@ def rank_view(document: Document, rank: int) -> Group:
         tuple(b for b in document.boundaries if {b.source, b.target} & indices),
     )
     parts: list[RenderableType] = [stage_table(part), boundary_table(part)]
+    parts += [
+        collective_table(document, stage, rank)
+        for stage in stages
+        if any(row.stage == stage.index for row in document.collectives)
+    ]
     parts += [listing(stage_nodes(document, stage)) for stage in stages]
     if document.schedule is not None:
         actions = " ".join(map(str, document.schedule.actions.get(rank, ())))
         parts.append(Text(f"actions of rank {rank}: {actions}"))
     return Group(*parts)
+
+
+def collective_table(document: Document, stage: Stage, rank: int) -> Table:
+    """What a rank exchanges with others of its stage, and with which, in dataflow order."""
+    mesh = Mesh.of(document.request.modules[stage.module], stage.position)
+    table = new_table(f"Collectives of stage {stage.index}", "value", "from", "to", "axis", "ranks")
+    for name in ("forward", "backward"):
+        table.add_column(name)
+    for row in document.collectives:
+        if row.stage == stage.index:
+            ranks = numbers(mesh.group(rank, row.axis))
+            passes = (row.forward or "-", row.backward or "-")
+            table.add_row(row.value, row.have, row.want, row.axis, ranks, *passes)
+    return table
 
 
 def explain_node(document: Document, name: str) -> Table:

@@ -4,7 +4,7 @@ Ticks show the order and the waiting. How busy each rank is comes from a second 
 action takes as long as its FLOPs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from rich.text import Text
 
@@ -21,42 +21,69 @@ MAX_ROWS = 48
 
 
 def schedule_grid(document: Document, width: int) -> Text:
-    """Rows of ranks, folded into blocks that fit ``width`` characters."""
+    """A row for ranks of the same stages, folded into blocks that fit ``width`` characters."""
     assert document.schedule is not None
     ticks = _replay(document, document.schedule, lambda stage: StageCost(1, 1, 1))
     work = _replay(document, document.schedule, lambda stage: _cost(document, stage))
-    cells: dict[int, dict[int, tuple[str, str]]] = {rank: {} for rank in document.schedule.actions}
-    several = len(document.stages) > len(cells)
-    for span in ticks.spans:
-        if span.action.kind in COMPUTE:
-            name = f"{span.action.kind}{span.action.microbatch}"
-            label = f"{span.action.stage}{name}" if several else name
-            for rank in document.stages[span.action.stage].ranks:
-                cells[rank][round(span.start)] = (label, STYLES[span.action.kind])
+    alike = _alike(document)
+    names = {first: numbers(ranks) for first, ranks in alike.items()}
+    cells = _cells(document, ticks, alike)
+    margin = max(5, *map(len, names.values()))
     cell = 1 + max((len(label) for row in cells.values() for label, _ in row.values()), default=1)
-    per_block = max(1, (width - 7) // cell)
+    per_block = max(1, (width - margin - 2) // cell)
     total = round(ticks.step_time)
-    text = Text(
-        "Schedule: F forward, I input gradients, W weight gradients, by microbatch\n", "bold"
-    )
+    text = Text(f"{TITLE}\n", "bold")
     blocks = range(0, total, per_block)
     shown = blocks[: max(1, MAX_ROWS // (len(cells) + 1))]
     for first in shown:
         text.append(f"ticks {first} to {min(first + per_block, total) - 1}\n", "dim")
         for rank, row in sorted(cells.items()):
-            text.append(f"{rank:>5} ")
+            text.append(f"{names[rank]:>{margin}} ")
             for tick in range(first, min(first + per_block, total)):
                 label, style = row.get(tick, (".", "dim"))
                 text.append(label.ljust(cell), style)
             text.append("\n")
     if len(shown) < len(blocks):
         text.append(f"and {total - shown[-1] - per_block} ticks more\n", "dim")
-    return text.append(_busy(document, work))
+    return text.append(_busy(work, alike))
 
 
-def _busy(document: Document, work: Simulation) -> str:
+def _alike(document: Document) -> dict[int, list[int]]:
+    """Ranks of the same stages, which have one list of actions, by the first of them."""
+    stages: dict[int, tuple[int, ...]] = {}
+    for stage in document.stages:
+        for rank in stage.ranks:
+            stages[rank] = (*stages.get(rank, ()), stage.index)
+    ranks: dict[tuple[int, ...], list[int]] = {}
+    for rank, own in sorted(stages.items()):
+        ranks.setdefault(own, []).append(rank)
+    return {found[0]: found for found in ranks.values()}
+
+
+def _cells(
+    document: Document, ticks: Simulation, firsts: Collection[int]
+) -> dict[int, dict[int, tuple[str, str]]]:
+    """(label, style) of every compute action by rank and tick; labels tell stages on one rank."""
+    cells: dict[int, dict[int, tuple[str, str]]] = {rank: {} for rank in firsts}
+    held = [rank for stage in document.stages for rank in stage.ranks]
+    several = len(set(held)) < len(held)
+    for span in ticks.spans:
+        action = span.action
+        if action.kind in COMPUTE:
+            name = f"{action.kind}{action.microbatch}"
+            label = f"{action.stage}{name}" if several else name
+            for rank in cells.keys() & document.stages[action.stage].ranks:
+                cells[rank][round(span.start)] = (label, STYLES[action.kind])
+    return cells
+
+
+def _busy(work: Simulation, alike: Mapping[int, Sequence[int]]) -> str:
     """How much of the step each rank computes, and how many microbatches each stage holds."""
-    busy = {rank: f"{1 - work.bubble(rank):.0%}" for rank in sorted(work.busy)}
+    busy = {
+        rank: f"{1 - work.bubble(first):.0%}"
+        for first in sorted(work.busy)
+        for rank in alike[first]
+    }
     held = {stage: f"{number}" for stage, number in work.peak_microbatches.items()}
     return f"busy, by FLOPs: {_grouped('rank', busy)}\nin flight: {_grouped('stage', held)}"
 

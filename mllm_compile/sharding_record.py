@@ -28,6 +28,38 @@ class ShardingRecord:
     notes: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class CollectiveRecord:
+    """A value that changes its layout in a stage, along one axis, and what its ranks exchange.
+
+    ``forward`` and ``backward`` are "" where none of them needs anything of another.
+    """
+
+    stage: int
+    axis: str
+    value: str
+    have: str
+    want: str
+    forward: str
+    backward: str
+
+
+def collective_records(plan: Plan) -> Iterator[CollectiveRecord]:
+    """One record for every conversion that is a collective, in dataflow order."""
+    for module, sharding in enumerate(plan.shardings):
+        for made in conversions(plan, module) if sharding.axes else ():
+            if made.forward or made.backward:
+                yield CollectiveRecord(
+                    stage=made.stage,
+                    axis=made.axis,
+                    value=made.point.removeprefix(">"),
+                    have=str(made.have),
+                    want=str(made.want),
+                    forward=made.forward,
+                    backward=made.backward,
+                )
+
+
 def sharding_records(plan: Plan) -> Iterator[ShardingRecord]:
     """One record for every axis of several ranks of every module."""
     held = plan.parameter_layouts

@@ -124,6 +124,20 @@ def test_plan_shows_the_layouts_and_inspect_reads_them_from_the_file(capsys) -> 
         assert word in shown
     assert main(["inspect", "plan.json"]) == 0
     assert capsys.readouterr().out == shown
+    made = json.loads(Path("plan.json").read_text())["collectives"]
+    exchanged = [each["forward"] for each in made if each["axis"] == "context"]
+    assert exchanged.count("all-gather") == 4  # keys and values of two layers
+
+
+def test_inspect_shows_what_a_rank_exchanges_and_with_whom(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["inspect", "shared.toml", "--rank", "1"]) == 0
+    shown = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("│")] for line in shown.splitlines()]
+    found = {(row[4], row[5], row[6]) for row in rows if len(row) == 9}
+    assert ("tensor", "0-1", "all-reduce") in found
+    assert ("context", "1, 3", "all-gather") in found
+    assert "Collectives of stage 0" not in shown
 
 
 def test_verify_over_processes_on_shared_ranks() -> None:

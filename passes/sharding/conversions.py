@@ -24,12 +24,13 @@ def collective(have: Layout, want: Layout) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A value in another layout along one axis, made once for all that read it so.
+    """A value in another layout along one axis, made once in a stage for all that read it so.
 
     ``point`` and ``output`` name the value as in passes/sharding/dataflow.py; ``gradient`` tells
     whether one flows back through it.
     """
 
+    stage: int
     axis: str
     point: str
     output: int
@@ -52,11 +53,14 @@ def conversions(plan: Plan, module: int) -> tuple[Conversion, ...]:
     """All conversions in the stages of a module, in dataflow order."""
     sharding = plan.shardings[module]
     flow = dataflow(plan, Graph(plan.captured), module)
-    found: dict[tuple[str, str, int, Layout, Layout], bool] = {}
+    stages = {name: stage.index for stage in plan.stages for name in stage.nodes}
+    found: dict[tuple[int, str, str, int, Layout, Layout], bool] = {}
     for edge in flow.edges:
+        reader = edge.source if edge.reader.startswith("=") else edge.reader
+        stage = stages[reader.removeprefix(">")]
         ends = zip(sharding.axes, produced(sharding, edge), wanted(sharding, edge), strict=True)
         for axis, have, want in ends:
             if have != want:
-                key = axis.name, edge.source, edge.output, have, want
+                key = stage, axis.name, edge.source, edge.output, have, want
                 found[key] = found.get(key, False) or edge.gradient
     return tuple(Conversion(*key, gradient) for key, gradient in found.items())

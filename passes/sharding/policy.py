@@ -62,7 +62,7 @@ def factor_classes(plan: Plan, graph: Graph, refinement: Refinement) -> FactorCl
     samples: set[Class] = set()
     stacks: dict[fx.Node, list[str]] = {}
     for node, factors in refinement.factors.items():
-        if node.target in _OVER_KEYS and len(factors.inputs[0]) > 2:
+        if _over_keys(node, len(factors.inputs[0])):
             batch, *_, queries, _ = factors.inputs[0]
             tokens |= {refinement.factor_class(node, factor) for factor in queries}
             if node.target is torch.ops.mllm.attention.default:
@@ -81,6 +81,17 @@ def factor_classes(plan: Plan, graph: Graph, refinement: Refinement) -> FactorCl
         frozenset(samples - tokens),
         frozenset(node for node, own in stacks.items() if own),
     )
+
+
+def _over_keys(node: fx.Node, rank: int) -> bool:
+    """Whether an operator may be attention: a softmax over experts has them in another dim."""
+    if node.target not in _OVER_KEYS or rank < 3:
+        return False
+    if node.target is torch.ops.mllm.attention.default:
+        return True
+    dims = node.args[1] if len(node.args) > 1 else ()
+    found = dims if isinstance(dims, (list, tuple)) else [dims]
+    return [dim % rank for dim in found] == [rank - 1]  # type: ignore[operator]
 
 
 def _parts(refinement: Refinement, value: Value, dims: Iterable[int]) -> Iterator[Class]:
