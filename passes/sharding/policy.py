@@ -62,7 +62,7 @@ def factor_classes(plan: Plan, graph: Graph, refinement: Refinement) -> FactorCl
     samples: set[Class] = set()
     stacks: dict[fx.Node, list[str]] = {}
     for node, factors in refinement.factors.items():
-        if _over_keys(node, len(factors.inputs[0])):
+        if node.target in _OVER_KEYS and _over_keys(node, len(factors.inputs[0])):
             batch, *_, queries, _ = factors.inputs[0]
             tokens |= {refinement.factor_class(node, factor) for factor in queries}
             if node.target is torch.ops.mllm.attention.default:
@@ -85,7 +85,7 @@ def factor_classes(plan: Plan, graph: Graph, refinement: Refinement) -> FactorCl
 
 def _over_keys(node: fx.Node, rank: int) -> bool:
     """Whether an operator may be attention: a softmax over experts has them in another dim."""
-    if node.target not in _OVER_KEYS or rank < 3:
+    if rank < 3:
         return False
     if node.target is torch.ops.mllm.attention.default:
         return True
