@@ -26,6 +26,8 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    MixtralConfig,
+    PreTrainedConfig,
 )
 
 from mllm_compile import Workload
@@ -41,6 +43,17 @@ COLOURS = {
 }
 TOKENS = {word: 4 + i for i, word in enumerate([*WORDS, *COLOURS])}
 IGNORED = -100
+TINY_TEXT: dict[str, Any] = dict(
+    vocab_size=32,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    pad_token_id=PAD,
+    bos_token_id=BOS,
+    eos_token_id=EOS,
+)
 
 Sample = dict[str, Tensor]
 
@@ -48,7 +61,18 @@ Sample = dict[str, Tensor]
 def tiny() -> Workload:
     """A model of 0.2 million parameters and 64 coloured squares."""
     torch.manual_seed(0)
-    vision = CLIPVisionConfig(
+    return _workload(_tiny_vision(), LlamaConfig(**TINY_TEXT), image_size=28, count=64)
+
+
+def experts() -> Workload:
+    """The same with a mixture of four experts in every layer of the decoder."""
+    torch.manual_seed(0)
+    text = MixtralConfig(**TINY_TEXT, num_local_experts=4, num_experts_per_tok=2)
+    return _workload(_tiny_vision(), text, image_size=28, count=64)
+
+
+def _tiny_vision() -> CLIPVisionConfig:
+    return CLIPVisionConfig(
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -56,18 +80,6 @@ def tiny() -> Workload:
         image_size=28,
         patch_size=14,
     )
-    text = LlamaConfig(
-        vocab_size=32,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=PAD,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-    )
-    return _workload(vision, text, image_size=28, count=64)
 
 
 def large() -> Workload:
@@ -97,7 +109,7 @@ def large() -> Workload:
 
 
 def _workload(
-    vision: CLIPVisionConfig, text: LlamaConfig, *, image_size: int, count: int
+    vision: CLIPVisionConfig, text: PreTrainedConfig, *, image_size: int, count: int
 ) -> Workload:
     config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE)
     image_tokens = (image_size // vision.patch_size) ** 2

@@ -1,6 +1,7 @@
 """A document as tables: which module runs where, what each stage does and why, what crosses.
 
-All figures are of one microbatch. Every table is derived from the document alone.
+All figures are of one microbatch, or of one data lane of it where every module has several. Every
+table is derived from the document alone.
 """
 
 import re
@@ -39,11 +40,13 @@ def heading(document: Document) -> Text:
     """One line on the request, one on the graph."""
     request = document.request
     ops = [node for node in document.nodes if node.kind == "op"]
+    lanes = min(request.lane_counts)
+    part = "one microbatch" if lanes == 1 else f"one of {lanes} data lanes of a microbatch"
     return Text(
         f"{request.workload or 'plan'}: {request.num_ranks} ranks, {request.microbatches} "
         f"microbatches of {request.microbatch_size} samples, {request.dtype}\n"
         f"one graph: {len(ops)} nodes, {len({node.op for node in ops})} operators, "
-        f"{len(document.parameters)} parameters; figures are of one microbatch"
+        f"{len(document.parameters)} parameters; figures are of {part}"
     )
 
 

@@ -109,13 +109,24 @@ def _replay(document: Document, schedule: Schedule, cost: Callable[[int], StageC
 
 
 def _cost(document: Document, index: int) -> StageCost:
-    """FLOPs as seconds; a stage that sends no gradients up does all its backward work in W."""
+    """What one rank of a stage computes, FLOPs as seconds.
+
+    A stage that sends no gradients up does all its backward work in W.
+    """
     stage = document.stages[index]
     nodes = stage_nodes(document, stage)
+    mine = _part(document, stage.module)
     costs = {
-        name: sum(getattr(node, name) for node in nodes)
+        name: mine * sum(getattr(node, name) for node in nodes)
         for name in ("forward", "input_grad", "weight_grad")
     }
     if "I" not in actions_of(document, stage)[0]:
         costs["weight_grad"] += costs.pop("input_grad")
     return StageCost(**costs)
+
+
+def _part(document: Document, module: int) -> float:
+    """How much of what the document counts one rank of a module does."""
+    divided = [row.work for row in document.shardings if row.module == module]
+    lanes = document.request.modules[module].parallel.data
+    return (divided[0] if divided else 1.0) * min(document.request.lane_counts) / lanes

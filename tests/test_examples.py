@@ -11,6 +11,7 @@ from mllm_compile.workload import Workload
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = ["llava", "qwen2_5_vl", "vision_audio_llm", "custom_encoder"]
+LAYOUTS = ["llava_shared", "llava_context", "llava_experts"]
 
 
 def load(name):
@@ -25,7 +26,7 @@ def uncovered(request, model):
     return [n for n in names if sum(n.startswith(path + ".") for path in paths) != 1]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *LAYOUTS])
 def test_request_covers_the_model(name):
     request, workload = load(name)
     assert uncovered(request, workload.model) == []
@@ -79,7 +80,7 @@ def test_large_has_71_billion_parameters_and_no_storage():
     assert workload.collate(list(workload.samples)[:1])["pixel_values"].shape == (1, 3, 336, 336)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *LAYOUTS])
 def test_program_equals_plain_model(name):
     request, workload = load(name)
     result = verify(request, workload, in_process=True)
