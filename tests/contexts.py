@@ -107,11 +107,14 @@ def check(
     return verify(request(context, split, len(samples)), workload, in_process=True)
 
 
-def multimodal(family: str, samples: list[Sample], context: int, split: str) -> Verification:
-    """A family's last module on ``context`` ranks, its encoders on the first of them."""
-    *encoders, last = MODULES[family]
+def multimodal(
+    family: str, samples: list[Sample], context: int, split: str, encoders: int = 1
+) -> Verification:
+    """A family's last module on ``context`` ranks, its encoders on the first ``encoders`` ones."""
+    *paths, last = MODULES[family]
+    ranks = tuple(range(encoders))
     modules = (
-        *(ModuleSpec(path, (0,), Parallel()) for path in encoders),
+        *(ModuleSpec(path, ranks, Parallel(context=encoders), None, split) for path in paths),
         ModuleSpec(last, tuple(range(context)), Parallel(context=context), None, split),
     )
     model = workload_of(family).model

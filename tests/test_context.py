@@ -108,3 +108,10 @@ FAMILIES = [("gemma3", 3, "zigzag"), ("qwen2_5_vl", 2, "contiguous")]
 def test_masks_and_positions_of_families(family, context, split):
     """Image tokens that see each other, 3-D positions, chunks and experts."""
     assert_passed(multimodal(family, workload_of(family).samples[:2], context, split))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llava", "gemma3", "phi4_multimodal", "qwen3_vl_moe"])
+def test_encoders_under_context_too(family):
+    samples = workload_of(family).samples[:2]
+    assert_passed(multimodal(family, samples, 2, "zigzag", encoders=2))

@@ -164,6 +164,11 @@ FORMS = {
         (normal(2, 6, 5), normal(12, 1, 3), normal(12)),
         3,
     ),
+    "one place at a time": (
+        lambda x, w, b: aten.convolution(x, w, b, [1], [0], [1], False, [0], 1),
+        (normal(2, 6, 8), normal(4, 6, 1), normal(4)),
+        4,
+    ),
     "repeated dims": (lambda x: x.repeat(3, 2, 1), (normal(4, 6),), 2),
     "rows added": (lambda x, s: x.index_add(0, ORDER, s), (normal(6, 4), normal(6, 4)), 2),
     "values added": (

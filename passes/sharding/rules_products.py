@@ -4,11 +4,16 @@ from mllm_compile.passes.sharding.call import Call
 
 
 def convolution(call: Call) -> str | None:
-    """Samples, output channels and input channels are free, with groups the groups are, too."""
+    """Samples, output channels and input channels are free, with groups the groups are, too.
+
+    So are places, where the kernel sees one of them at a time.
+    """
     if call["transposed"]:
         return None
     spatial = range(len(call.inputs[0]) - 2)
     h, w, e = (" ".join(f"{label}{dim}!" for dim in spatial) for label in "hwe")
+    if {*call.inputs[1][2:], *call["stride"]} == {1} and not any(call["padding"]):
+        h = e = h.replace("!", "")
     bias = ", +{}" if len(call.inputs) > 2 else ""
     groups = "0+2; 1+2" if bias else "0; 1"
     if call["groups"] == 1:
