@@ -1,0 +1,68 @@
+"""Layouts where something is uneven: images per lane, tied weights, experts, tiny sequences.
+
+The faults that these inputs show elsewhere stand in the issue trackers of Megatron-LM, torchtitan
+and their kin: lanes without images that hang or scale gradients, tied weights that are summed after
+they were divided, sizes that do not divide.
+"""
+
+import pytest
+
+from mllm_compile.compiler.request import ModuleSpec, Parallel, Request
+from mllm_compile.verify import verify
+from tests.families import MODULES
+from tests.parity import assert_passed, workload_of
+
+Sizes = dict[str, int]
+Case = tuple[str, list[tuple[int, Sizes]]]
+"""A family; for each of its parts the first rank and the sizes."""
+
+FAST: list[Case] = [
+    # lanes of two samples, some without an image, before lanes of four
+    ("llava_ragged", [(0, {"data": 4}), (0, {"data": 4}), (0, {"data": 2})]),
+    # a tied embedding and head on two stages, on two lanes
+    ("gemma3", [(0, {}), (0, {}), (0, {"pipeline": 2, "data": 2})]),
+    # experts, tokens and matrices at once
+    ("qwen3_vl_moe", [(0, {}), (0, {"expert": 2, "context": 2, "tensor": 2})]),
+]
+SLOW: list[Case] = [
+    ("llava_ragged", [(0, {"data": 4}), (0, {"data": 4}), (0, {"data": 3})]),
+    ("llava_ragged", [(0, {"data": 2}), (0, {"data": 2}), (2, {"tensor": 2, "pipeline": 2})]),
+    ("qwen2_5_vl_ragged", [(0, {"data": 4}), (0, {"tensor": 2, "data": 2})]),
+    ("qwen2_5_vl_ragged", [(0, {"data": 3}), (3, {"context": 2, "pipeline": 2})]),
+    (
+        "vision_audio_llm_ragged",
+        [(0, {"tensor": 2}), (2, {"tensor": 2}), (4, {"data": 2, "context": 2})],
+    ),
+    ("qwen3_vl", [(0, {"data": 2}), (2, {"tensor": 2, "pipeline": 3})]),
+    ("phi4_multimodal", [(0, {"data": 2}), (2, {"data": 2}), (4, {})]),
+    ("gemma3", [(0, {}), (0, {}), (0, {"pipeline": 2, "tensor": 2, "context": 2})]),
+    ("gemma3", [(0, {"data": 2}), (0, {}), (0, {"pipeline": 2, "tensor": 4})]),
+    ("kimi_k25", [(0, {}), (0, {}), (1, {"expert": 2, "context": 2})]),
+    ("qwen3_vl_moe", [(0, {"tensor": 2}), (0, {"expert": 2, "data": 2, "pipeline": 2})]),
+    ("llama4", [(0, {}), (0, {}), (0, {"expert": 2, "tensor": 2, "data": 2})]),
+    ("aria", [(0, {"data": 2}), (0, {}), (0, {"expert": 2, "context": 2})]),
+    ("qwen2_audio", [(0, {"data": 2}), (0, {"data": 2}), (0, {"context": 2})]),
+    ("internvl", [(0, {"context": 2}), (0, {}), (2, {"context": 4})]),
+    ("mllama", [(0, {"tensor": 2}), (0, {}), (2, {"tensor": 2, "context": 2})]),
+]
+
+
+def agrees(name: str, parts: list[tuple[int, Sizes]]) -> None:
+    modules = []
+    for paths, (first, sizes) in zip(MODULES[name], parts, strict=True):
+        parallel = Parallel(**sizes)
+        ranks = tuple(range(first, first + parallel.size))
+        modules.append(ModuleSpec(paths, ranks, parallel, context_split="zigzag"))
+    request = Request(tuple(modules), microbatches=2, microbatch_size=4, dtype="float64")
+    assert_passed(verify(request, workload_of(name), in_process=True))
+
+
+@pytest.mark.parametrize(("name", "parts"), FAST)
+def test_agrees(name: str, parts: list[tuple[int, Sizes]]) -> None:
+    agrees(name, parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "parts"), SLOW)
+def test_more_agree(name: str, parts: list[tuple[int, Sizes]]) -> None:
+    agrees(name, parts)
