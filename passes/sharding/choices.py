@@ -201,11 +201,11 @@ class Choices:
             decided = (*setting.decided(point), (setting.axis, option))
             gradient = node.name in setting.plan.needs_grad
             return price.work(node, setting.plan.costs[node.name], decided, gradient)
+        if kind not in ("received", "parameter"):  # readers have no result of their own
+            return 0.0
         held = setting.held(point, 0)
         if kind == "received":
             return price.arrival((node, 0), option.outputs[0], setting.axis, held)
-        if kind != "parameter":
-            return 0.0
         steps = setting.plan.request.microbatches
         return price.state((node, 0), option.outputs[0], setting.axis, held, steps)
 
