@@ -1,7 +1,12 @@
 """A 70B model without weights is captured and planned in seconds."""
 
+import json
+import os
 import resource
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +18,7 @@ from mllm_compile.passes.pipeline import make_plan
 from mllm_compile.passes.score import stage_cost
 from tests.requests import request
 
+ROOT = Path(__file__).resolve().parent.parent
 IMAGE = 32000
 
 
@@ -63,3 +69,29 @@ def test_a_large_model_is_planned_in_seconds():
     work = [cost.forward + cost.input_grad + cost.weight_grad for cost in stages]
     assert max(work) <= 1.05 * sum(work) / len(work)
     assert all(len(boundary.values) == 1 for boundary in plan.boundaries)
+
+
+@pytest.mark.slow
+def test_512_ranks_are_planned_in_a_minute_and_shown_on_a_page(tmp_path):
+    """The command, in processor time, which counts what it imports too."""
+    plan = ("plan", "examples/llava_512.toml", "--meta", "-o", str(tmp_path / "plan.json"))
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-m", "mllm_compile", *plan],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "160"},
+        check=False,
+    )
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert used.ru_utime - before.ru_utime < 60
+    assert used.ru_maxrss < 3e6  # KiB
+    assert len(done.stdout.splitlines()) < 120
+    assert "  0-3 " in done.stdout
+    assert "448-511 " in done.stdout
+    document = json.loads((tmp_path / "plan.json").read_text())
+    (tensor,) = [row for row in document["shardings"] if row["axis"] == "tensor"]
+    assert tensor["divided"] == tensor["parameters"]
+    assert tensor["work"] == pytest.approx(1 / 16, rel=0.02)
