@@ -28,6 +28,7 @@ def agree(transport: Transport, plans: Sequence[Plan]) -> None:
                 expected="the plan of rank 0",
                 got="another one",
                 remedy="make the workload deterministic, with the same samples and the same "
-                "versions of torch and of the model's code on every rank",
+                "versions of torch and of the model's code on every rank; under torchrun set "
+                "PYTHONHASHSEED=0, in case the model iterates over a set",
             )
         )

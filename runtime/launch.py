@@ -108,9 +108,13 @@ def _terminable() -> Iterator[None]:
 
 
 def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """The variables of torchrun, so that ``env://`` finds the store that this process hosts."""
+    """The variables of torchrun, so that ``env://`` finds the store that this process hosts.
+
+    With one seed of hashes, a forward that iterates over a set of names is the same on all ranks.
+    """
     environment = {
         "OMP_NUM_THREADS": "1",
+        "PYTHONHASHSEED": "0",
         **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
         **os.environ,
         "RANK": str(rank),

@@ -30,6 +30,11 @@ def echo(context: RankContext, payload: Any) -> Any:
     return {"rank": context.rank, "payload": payload, "tensor": torch.full((2,), context.rank)}
 
 
+def order_of_a_set(context: RankContext, names: list[str]) -> list[str]:
+    """As a model's forward may iterate."""
+    return list(set(names))
+
+
 def transfers(context: RankContext, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Every tensor goes up from rank 0 to 1 and back, both directions at once."""
     transport = DistributedTransport(CPU, CHANNELS[:1])

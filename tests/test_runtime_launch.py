@@ -56,6 +56,12 @@ def test_results_come_back_by_rank(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().out == "hello from 0\n"
 
 
+def test_all_ranks_iterate_over_sets_in_one_order() -> None:
+    names = [f"layer_{k}" for k in range(50)]
+    first, second = launch("tests.rank_targets:order_of_a_set", names, 2).values()
+    assert first == second
+
+
 @linux
 @pytest.mark.parametrize(
     ("how", "at", "message"),
