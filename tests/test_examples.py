@@ -80,7 +80,9 @@ def test_large_has_71_billion_parameters_and_no_storage():
     assert workload.collate(list(workload.samples)[:1])["pixel_values"].shape == (1, 3, 336, 336)
 
 
-@pytest.mark.parametrize("name", [*NAMES, *LAYOUTS])
+@pytest.mark.parametrize(
+    "name", [*NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS)]
+)
 def test_program_equals_plain_model(name):
     request, workload = load(name)
     result = verify(request, workload, in_process=True)
