@@ -67,7 +67,9 @@ def verified(loss, size=2, microbatches=4):
 
 
 APART, MEET = {}, {}
-NEEDS_TWO = {"halves_compared", "difference_of_samples", "product_of_losses"}  # samples, to run
+NEEDS_TWO = {  # samples, to run
+    "halves_compared", "difference_of_samples", "product_of_losses", "first_loss_twice",
+}  # fmt: skip
 
 
 def apart(function):
@@ -459,6 +461,180 @@ def stacked_codebooks(model, h, y, ids, lengths):
     ).mean()
 
 
+# Samples that are treated unlike each other.
+
+
+def losses(model, h, y):
+    return (model.out(h) - y).pow(2).mean((1, 2))
+
+
+@meet
+def first_loss_twice(model, h, y, ids, lengths):
+    t = losses(model, h, y)
+    return 2 * t[0] + t[1]
+
+
+@meet
+def weight_of_each(model, h, y, ids, lengths):
+    t = losses(model, h, y)
+    return sum(w * one for w, one in zip([1.0, 2.0, 3.0, 4.0], t, strict=False))
+
+
+@meet
+def first_loss_added_again(model, h, y, ids, lengths):
+    first, *rest = losses(model, h, y)
+    return first + sum(rest) + first
+
+
+@meet
+def sum_of_others_twice(model, h, y, ids, lengths):
+    first, *rest = losses(model, h, y).unbind()
+    return 2 * sum(rest) + first
+
+
+@meet
+def weight_in_constant(model, h, y, ids, lengths):
+    return sum(torch.tensor(i + 1.0) * t for i, t in enumerate(losses(model, h, y)))
+
+
+@meet
+def weight_besides_lengths(model, h, y, ids, lengths):
+    o, n = model.out(h), lengths.tolist()
+    return sum((i + 1) * F.mse_loss(o[i, : n[i]], y[i, : n[i]]) for i in range(len(o)))
+
+
+@meet
+def weight_of_each_besides_lengths(model, h, y, ids, lengths):
+    o, n, w = model.out(h), lengths.tolist(), torch.tensor([*range(1, 9)])
+    return sum(w[i] * F.mse_loss(o[i, : n[i]], y[i, : n[i]]) for i in range(len(o)))
+
+
+@meet
+def row_of_parameter_for_each(model, h, y, ids, lengths):
+    o, n, rows = model.out(h), lengths.tolist(), model.table.weight
+    return sum((o[i, : n[i]] * rows[i]).pow(2).mean() for i in range(len(o)))
+
+
+@meet
+def ones_added_to_each(model, h, y, ids, lengths):
+    return sum(one * torch.ones(i + 1).sum() for i, one in enumerate(losses(model, h, y)))
+
+
+@meet
+def layer_of_each(model, h, y, ids, lengths):
+    layers = [model.body, model.head, model.embed, model.head]
+    return F.mse_loss(torch.stack([f(row) for f, row in zip(layers, h, strict=False)]), y)
+
+
+@meet
+def layer_of_each_written(model, h, y, ids, lengths):
+    out = torch.zeros_like(h)
+    for i, layer in zip(range(len(h)), [model.body, model.head] * 2, strict=False):
+        out[i] = layer(h[i])
+    return F.mse_loss(out, y)
+
+
+@meet
+def activation_of_first(model, h, y, ids, lengths):
+    first, *rest = model.out(h)
+    return sum((row.mean() for row in rest), first.relu().mean())
+
+
+@meet
+def tokens_of_each(model, h, y, ids, lengths):
+    o = model.out(h)
+    return sum(o[i, : i + 1].pow(2).mean() for i in range(len(o)))
+
+
+def first_and_rest(model, h, y, ids, lengths):
+    parts = model.out(h).split([1, len(h) - 1])
+    return sum(part.pow(2).mean() for part in parts)
+
+
+def first_and_rest_of_tokens(model, h, y, ids, lengths):
+    parts = model.out(h).flatten(0, 1).split([TOKENS, (len(h) - 1) * TOKENS])
+    return torch.stack([part.pow(2).mean() for part in parts]).mean()
+
+
+@meet
+def differences_of_ids(model, h, y, ids, lengths):
+    steps = (ids[1:] - ids[:-1]) % 16
+    return F.mse_loss(model.out(h[1:] + model.table(steps)), y[1:])
+
+
+@meet
+def ids_of_first(model, h, y, ids, lengths):
+    return F.mse_loss(model.out(h + model.table(ids[0])), y)
+
+
+@meet
+def scaled_by_differences_of_ids(model, h, y, ids, lengths):
+    steps = (ids[:1] - ids[1:2]).sum()
+    return F.mse_loss(model.out(h) * steps, y)
+
+
+@meet
+def tokens_picked_by_other_sample(model, h, y, ids, lengths):
+    order = (ids[:1] - ids[-1:]) % TOKENS + 0 * ids
+    return F.mse_loss(model.out(h), y) + h.gather(1, order[..., None]).mean()
+
+
+@apart
+def sum_from_zero(model, h, y, ids, lengths):
+    loss = torch.zeros((), dtype=h.dtype)
+    for one in losses(model, h, y):
+        loss = loss + 0.5 * one
+    return loss
+
+
+@apart
+def two_terms_of_each(model, h, y, ids, lengths):
+    loss = 0.0
+    for i, one in enumerate(losses(model, h, y)):
+        loss = loss + 2 * one + model.body(h[i]).pow(2).mean()
+    return 3 * loss
+
+
+@apart
+def rows_split_by_one(model, h, y, ids, lengths):
+    parts = model.out(h).split([1] * len(h))
+    return sum(part.pow(2).mean() for part in parts)
+
+
+@apart
+def tokens_split_by_sample(model, h, y, ids, lengths):
+    parts = model.out(h).flatten(0, 1).split([TOKENS] * len(h))
+    return torch.stack([part.pow(2).mean() for part in parts]).mean()
+
+
+@apart
+def ragged_rows_padded(model, h, y, ids, lengths):
+    o, n = torch.zeros_like(h), lengths.tolist()
+    for i in range(len(h)):
+        o[i, : n[i]] = model.out(h[i, : n[i]])
+    return F.mse_loss(o, y)
+
+
+@apart
+def first_tokens_written(model, h, y, ids, lengths):
+    o = torch.zeros_like(h)
+    for i in range(len(h)):
+        o[i, :3] = model.out(h[i, :3])
+    return F.mse_loss(o, y)
+
+
+@apart
+def differences_of_tokens(model, h, y, ids, lengths):
+    steps = (ids[:, 1:] - ids[:, :-1]) % 16
+    return F.mse_loss(model.out(h[:, 1:] + model.table(steps)), y[:, 1:])
+
+
+@apart
+def ids_one_after_another(model, h, y, ids, lengths):
+    rows = [model.out(row + model.table(i % 16)) for row, i in zip(h, ids, strict=True)]
+    return F.mse_loss(torch.stack(rows), y)
+
+
 # What a microbatch leaves behind in a buffer.
 
 
@@ -517,6 +693,12 @@ def test_samples_that_meet_are_refused(name):
     answer = tried(MEET[name])
     assert "microbatches: expected 1" in answer, answer
     assert "test_samples_apart.py:" in answer
+
+
+@pytest.mark.parametrize("loss", [first_and_rest, first_and_rest_of_tokens])
+def test_a_part_with_several_samples_is_none_of_them(loss):
+    answer = tried(loss, 4, microbatches=2)
+    assert "microbatches: expected 1" in answer, answer
 
 
 @pytest.mark.parametrize("name", sorted({*MEET} - NEEDS_TWO))

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.capture.counts import Counts
-from mllm_compile.passes.capture.sample_terms import NotASum, SampleTerms
+from mllm_compile.passes.capture.sample_terms import NotASum, check_term
 from mllm_compile.passes.capture.spread import (
     Spread,
     extents,
@@ -60,7 +60,6 @@ class LossTerms:
         self.counts, self.spread, self.suspicious = counts, spread, suspicious
         self.constants = constants
         self._terms: dict[fx.Node, fx.Node] = {}
-        self.samples = SampleTerms()
 
     def term(self, node: fx.Node) -> fx.Node:
         """``node`` with its means over samples divided by denominators instead."""
@@ -75,7 +74,8 @@ class LossTerms:
         if spread.mixed:
             raise NotASum(f"samples meet in {spread.mixed}")
         if spread.part is not None:
-            return self.samples.term(node, spread)
+            check_term(node, spread)
+            return node
         kind = packet(node)
         if kind in (aten.add, aten.sub):
             return self._copy(node, [self._part(item) for item in node.args])

@@ -12,9 +12,10 @@ from mllm_compile.passes.capture.counts import Counts
 from mllm_compile.passes.capture.denominators import LossTerms
 from mllm_compile.passes.capture.functionalize import Functional
 from mllm_compile.passes.capture.guards import Read
-from mllm_compile.passes.capture.sample_terms import NotASum
+from mllm_compile.passes.capture.sample_terms import NotASum, check_terms
 from mllm_compile.passes.capture.split import ancestors
 from mllm_compile.passes.capture.spread import Spread, packet, place, value_of
+from mllm_compile.passes.capture.spread_recipes import Recipes
 from mllm_compile.passes.capture.spread_rules import spreads
 from mllm_compile.passes.capture.tracing import FakeTensorMode
 
@@ -35,23 +36,24 @@ def take_apart(
     graph, placeholders = found.graph.graph, found.placeholders
     needed = ancestors([loss])
     order = [node for node in graph.nodes if node in needed]
-    spread = spreads(order, placeholders)
-    counts = Counts(graph, fake_mode, value_of(loss).dtype)
-
-    def suspicious(user: fx.Node, literal: Any) -> str:
-        return _suspicious(user, literal, _sizes(spread), reads)
-
     constants = {
         node: found.constants[item.name]
         for node, item in placeholders.items()
         if item.kind == "constant"
     }
+    recipes = Recipes(all(isinstance(read.value, bool) for read in reads), constants)
+    spread = spreads(order, placeholders, recipes)
+    counts = Counts(graph, fake_mode, value_of(loss).dtype)
+
+    def suspicious(user: fx.Node, literal: Any) -> str:
+        return _suspicious(user, literal, _sizes(spread), reads)
+
     terms = LossTerms(counts, spread, suspicious, constants)
     try:
         _refuse_updated(found, order)
         with graph.inserting_before(next(iter(reversed(graph.nodes)))):
             node = terms.term(loss)
-        terms.samples.check()
+        check_terms(loss, order, spread.__getitem__, recipes)
         terms.globalize_scales(order)
         terms.check_literals(order, loss.meta.get("owner"))
     except NotASum as reason:

@@ -22,6 +22,7 @@ from torch import fx
 from mllm_compile.compiler.captured import Input
 
 Part = tuple[range, int]
+Recipe = frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Spread:
     behind one of ``outer``, as in a view of [experts, tokens] as one dim; size 0 means the rest.
     ``part`` (rows, count): what is here of a value that was cut along a carrying dim.
     ``ranked``: an integer depends on its sample's place in the batch because of this operator.
+    ``recipe``: how it is computed, whatever sample it is of (``spread_recipes``).
     ``varies`` (as places), ``numbered``: of a value without samples, and whether it counts a dim.
     """
 
@@ -46,6 +48,7 @@ class Spread:
     ranked: str = ""
     varies: frozenset[tuple[int, tuple[int, int]]] = frozenset()
     numbered: bool = False
+    recipe: Recipe = frozenset()
 
     @property
     def rows(self) -> bool:

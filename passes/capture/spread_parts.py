@@ -1,9 +1,11 @@
 """Rows cut out of a value along a carrying dim, and put together again.
 
 Parts that meet must be the same rows; joined, they are the whole only if they are all of it, in
-order. A part of a split by sizes counts as one row, of as many as there are parts.
+order, and were computed alike (``spread_recipes``). A part of a split by sizes counts as one row,
+of as many as there are parts, if numbers of the batch were read on the host.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +17,7 @@ from mllm_compile.passes.capture.spread import (
     NOTHING,
     Lookup,
     Part,
+    Recipe,
     Rule,
     Spread,
     dim_argument,
@@ -57,6 +60,30 @@ def item_of(node: fx.Node, lookup: Lookup) -> Spread:
         return _one(spread, dim, index, len(value_of(source)), keep=True)
     size, length = _size(source), value_of(source)[0].shape[dim]
     return _rows(spread, dim, range(size)[index * length : (index + 1) * length], size)
+
+
+def splits(node: fx.Node) -> bool:
+    """Whether this is a part of a split by sizes."""
+    if node.target is not operator.getitem:
+        return False
+    return packet(node.all_input_nodes[0]) is aten.split_with_sizes
+
+
+def split_rows(node: fx.Node, lookup: Lookup) -> Spread:
+    """A part of a split by sizes that the model itself gives: the rows of one or more samples."""
+    source, index = node.args
+    assert isinstance(source, fx.Node)
+    assert isinstance(index, int)
+    spread, dim = lookup(source.args[0]), dim_argument(source, CUTS[aten.split_with_sizes])
+    outer, samples = spread.place_of(dim)
+    size, lengths = _size(source), [int(part.shape[dim]) for part in value_of(source)]
+    each = size // samples if samples else 0
+    if dim not in spread.dims or outer != 1 or not each or any(n % each for n in lengths):
+        return item_of(node, lookup)
+    first = sum(lengths[:index]) // each
+    if lengths[index] == each:
+        return _one(spread, dim, first, samples, keep=True)
+    return _rows(spread, dim, range(first, first + lengths[index] // each), samples)
 
 
 def _size(node: fx.Node) -> int:
@@ -103,6 +130,8 @@ def _within(spread: Spread, rows: range, size: int) -> Part:
 
 def together(parts: Sequence[Spread]) -> tuple[bool, Part | None]:
     """Whether parts may be joined in this order, and the part that they are then."""
+    if unlike(parts):
+        return False, None
     cut = [part.part for part in parts if part.part is not None]
     if len({count for _, count in cut}) > 1:  # of several wholes
         return True, None
@@ -114,6 +143,17 @@ def together(parts: Sequence[Spread]) -> tuple[bool, Part | None]:
     if rows != list(here) and not same:
         return False, None
     return True, None if here == range(count) else (here if not same else cut[0][0], count)
+
+
+def unlike(parts: Sequence[Spread]) -> bool:
+    """Whether different parts of one whole were computed in different ways."""
+    found: dict[int, tuple[set[Part], set[Recipe]]] = {}
+    for item in parts:
+        if item.part is not None:
+            rows, recipes = found.setdefault(item.part[1], (set(), set()))
+            rows.add(item.part)
+            recipes.add(item.recipe)
+    return any(len(rows) > 1 and len(recipes) > 1 for rows, recipes in found.values())
 
 
 def stack(node: fx.Node, lookup: Lookup) -> Spread:
@@ -153,10 +193,8 @@ def written(node: fx.Node, lookup: Lookup) -> Spread:
     """select_scatter, slice_scatter: rows written into a value."""
     base, new = lookup(node.args[0]), lookup(node.args[1])
     dim, joined = dim_argument(node, 2), join([base, new])
-    size = value_of(node).shape[dim]
     one = packet(node) is aten.select_scatter
-    bounds: Any = (*node.args[3:], *[None] * 3)[:3]
-    rows = range(size)[bounds[0] :][:1] if one else range(size)[slice(*bounds)]
+    rows, size = written_rows(node)
     dims = base.dims | new.moved(lambda d: d + (one and d >= dim)).dims
     if new.part == (rows, size):
         ordered, part = together([base, new])
@@ -169,6 +207,15 @@ def written(node: fx.Node, lookup: Lookup) -> Spread:
     return joined.over(dims)
 
 
+def written_rows(node: fx.Node) -> Part:
+    """Which rows select_scatter and slice_scatter write."""
+    size = value_of(node).shape[dim_argument(node, 2)]
+    bounds: Any = (*node.args[3:], *[None] * 3)[:3]
+    if packet(node) is aten.select_scatter:
+        return range(size)[bounds[0] :][:1], size
+    return range(size)[slice(*bounds)], size
+
+
 def moved_rows(node: fx.Node, lookup: Lookup) -> Spread:
     """Of flip and roll: along a carrying dim, samples change their places."""
     spread, rank = lookup(node.args[0]), rank_of(node.args[0])
@@ -177,6 +224,9 @@ def moved_rows(node: fx.Node, lookup: Lookup) -> Spread:
     dims = {int(dim) % rank for dim in named} if named else set(range(rank))
     return ranking(node, spread) if spread.dims & dims else spread
 
+
+JOINS = {aten.cat, aten.stack, aten.select_scatter, aten.slice_scatter}
+"""Operators whose arguments become rows side by side."""
 
 CUTS = {aten.unbind: 1, aten.split: 2, aten.split_with_sizes: 2}
 """Operators with several results, and where they take their dim."""

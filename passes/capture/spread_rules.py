@@ -32,6 +32,7 @@ from mllm_compile.passes.capture.spread import (
     mixing,
     of_input,
     packet,
+    place,
     rank_of,
     ranking,
     reduced_dims,
@@ -40,6 +41,7 @@ from mllm_compile.passes.capture.spread import (
 )
 from mllm_compile.passes.capture.spread_fixed import fixed, told_apart
 from mllm_compile.passes.capture.spread_meeting import beside, pointwise
+from mllm_compile.passes.capture.spread_recipes import Recipes
 
 aten = torch.ops.aten
 mllm = torch.ops.mllm
@@ -50,33 +52,52 @@ LOOK_UPS = {
 REGISTERED = (grouped_mm, mask, op, hoisted_calls, opaque_function)  # they define the operators
 
 
-def spreads(nodes: Iterable[fx.Node], placeholders: dict[fx.Node, Input]) -> dict[fx.Node, Spread]:
+def spreads(
+    nodes: Iterable[fx.Node], placeholders: dict[fx.Node, Input], recipes: Recipes | None = None
+) -> dict[fx.Node, Spread]:
     """The spread of every node, in order; one with several results has that of them together."""
-    found: dict[fx.Node, Spread] = {}
-    for node in nodes:
-        if node.op == "placeholder":
-            found[node] = of_input(placeholders[node], value_of(node))
-        elif node.op == "call_function":
-            found[node] = _of_call(node, found)
-    return found
+    recipes, found = recipes or Recipes(), dict[fx.Node, Spread]()
 
-
-def _of_call(node: fx.Node, found: dict[fx.Node, Spread]) -> Spread:
     def lookup(argument: Any) -> Spread:
         return found[argument] if isinstance(argument, fx.Node) else NOTHING
 
-    joined = join([found[source] for source in node.all_input_nodes])
+    for node in nodes:
+        if node.op == "placeholder":
+            item = placeholders[node]
+            recipe = recipes.of_input(node, item)
+            found[node] = replace(of_input(item, value_of(node)), recipe=recipe)
+        elif node.op == "call_function":
+            spread = _of_call(node, lookup, recipes.sized)
+            found[node] = replace(spread, recipe=recipes.of_call(node, spread, lookup))
+    return found
+
+
+def _of_call(node: fx.Node, lookup: Lookup, sized: bool) -> Spread:
+    parts = [lookup(source) for source in node.all_input_nodes]
+    joined = join(parts)
     if not joined.batch:
         return fixed(node, lookup)
-    rule = _rule(node)
+    rule = spread_parts.split_rows if sized and spread_parts.splits(node) else _rule(node)
     spread = mixing(node, joined) if rule is None else rule(node, lookup)
     if _without_floats(node):
-        part = None if clash(map(lookup, node.all_input_nodes)) else spread.part
-        ranked = "" if _is_bool(node) else spread.ranked
-        return replace(spread, mixed="", ranked=ranked, part=part)
+        return _of_integers(node, spread, lookup)
     if spread.ranked and not _looks_up(node, lookup):
         return replace(mixing(node, spread), mixed=spread.mixed or spread.ranked)
     return replace(spread, ranked="")
+
+
+def _of_integers(node: fx.Node, spread: Spread, lookup: Lookup) -> Spread:
+    """They stay within a sample, unless parts of different samples meet in them."""
+    parts = [lookup(source) for source in node.all_input_nodes]
+    meet, joins = clash(parts), packet(node) in spread_parts.JOINS
+    before = (
+        part.mixed
+        for source, part in zip(node.all_input_nodes, parts, strict=True)
+        if _without_floats(source)
+    )
+    mixed = place(node) if meet and not joins else next(filter(None, before), "")
+    ranked = "" if _is_bool(node) else spread.ranked
+    return replace(spread, mixed=mixed, ranked=ranked, part=None if meet else spread.part)
 
 
 def _looks_up(node: fx.Node, lookup: Lookup) -> bool:
