@@ -691,14 +691,14 @@ def test_samples_that_stay_apart_split_exactly(name, size):
 @pytest.mark.parametrize("name", MEET)
 def test_samples_that_meet_are_refused(name):
     answer = tried(MEET[name])
-    assert "microbatches: expected 1" in answer, answer
+    assert "microbatches and data lanes: expected 1 each" in answer, answer
     assert "test_samples_apart.py:" in answer
 
 
 @pytest.mark.parametrize("loss", [first_and_rest, first_and_rest_of_tokens])
 def test_a_part_with_several_samples_is_none_of_them(loss):
     answer = tried(loss, 4, microbatches=2)
-    assert "microbatches: expected 1" in answer, answer
+    assert "microbatches and data lanes: expected 1 each" in answer, answer
 
 
 @pytest.mark.parametrize("name", sorted({*MEET} - NEEDS_TWO))
