@@ -43,7 +43,7 @@ def run_passes(
         plan = each.run(plan)
         laws += each.laws
         for law in laws:
-            check(law, plan, each.name)
+            check(law, plan, after=each.name)
         for observe in observers:
             observe(each.name, plan)
         if each.name == stop_after:
@@ -51,10 +51,10 @@ def run_passes(
     return plan
 
 
-def check(law: Law, plan: Plan, after: str) -> None:
+def check(law: Callable[..., None], *subjects: object, after: str) -> None:
     """Raise a PlanError that names the pass, the law and what breaks it."""
     try:
-        law(plan)
+        law(*subjects)
     except PlanError as error:
         sentence = (law.__doc__ or law.__name__).strip().splitlines()[0]
         raise PlanError(f"after pass {after}: law {law.__name__} ({sentence}): {error}") from error

@@ -21,16 +21,17 @@ from mllm_compile.compiler.dry_run import dry_run
 from mllm_compile.compiler.errors import RequestError, explain
 from mllm_compile.compiler.graph import Graph
 from mllm_compile.compiler.mesh import Mesh
+from mllm_compile.compiler.pass_runner import check
 from mllm_compile.compiler.plan import Plan
 from mllm_compile.compiler.program import StageProgram
 from mllm_compile.compiler.request import Request
 from mllm_compile.compiler.variant import Variant, union
-from mllm_compile.denominators import check_alike, with_global_denominators
+from mllm_compile.denominators import check_alike, totals_are_fed, with_global_denominators
 from mllm_compile.model import Microbatch
 from mllm_compile.passes.capture.capture import capture
 from mllm_compile.passes.capture.programs import Programs
 from mllm_compile.passes.lower.lower import differing, lower
-from mllm_compile.passes.lower.transfers import transfers
+from mllm_compile.passes.lower.transfer_law import Links
 from mllm_compile.passes.pipeline import make_plan
 from mllm_compile.passes.schedule import make_schedule, variant_of
 
@@ -80,6 +81,7 @@ class Compiler:
         self.programs = Programs(model, lift=lift)
         self._plans: dict[int, Plan] = {}
         self._lowered: dict[tuple[int, int, Places], StageProgram] = {}
+        self._links: dict[tuple[int, ...], Links] = {}
         self._linked: dict[tuple[Any, ...], StageProgram] = {}
         self._variants: dict[int, Variant] = {}
         self._schedules: dict[tuple[Variant, ...], Schedule] = {}
@@ -109,8 +111,7 @@ class Compiler:
         self._plan_first(item.program for item in every)
         counts = self.request.lane_counts
         totals = {
-            count: iter(with_global_denominators([x for mb in prepared for x in mb[count]]))
-            for count in counts
+            count: iter(_summed([x for mb in prepared for x in mb[count]])) for count in counts
         }
         compiled = tuple(
             {
@@ -152,7 +153,8 @@ class Compiler:
     def program(self, step: Step, microbatch: int, stage: int, rank: int) -> StageProgram:
         """What ``rank`` runs of a stage on one microbatch: its lane's, with its transfers."""
         lanes = step.microbatches[microbatch]
-        key = rank, stage, tuple(id(lane.plan) for each in lanes.values() for lane in each)
+        every = tuple(id(lane.plan) for each in lanes.values() for lane in each)
+        key = rank, stage, every
         if key not in self._linked:
             plan = self.lane(step, microbatch, stage, rank).plan
             places = self._places(plan, stage, rank)
@@ -160,7 +162,7 @@ class Compiler:
                 tuple(lane.plan for lane in lanes[module.parallel.data])
                 for module in self.request.modules
             ]
-            links = transfers(plan.stages[stage], rank, plans)
+            links = self._links.setdefault(every, Links(plans)).checked(stage, rank)
             self._linked[key] = replace(self.lowered(plan, stage, places), **links)
         return self._linked[key]
 
@@ -209,6 +211,13 @@ class Compiler:
         if microbatches * max(self.request.lane_counts) > 1:
             for item in prepared:
                 _check_splittable(item.program)
+
+
+def _summed(counted: Sequence[Prepared]) -> Sequence[Prepared]:
+    """The lanes of all microbatches, with the denominators of the whole step."""
+    fed = with_global_denominators(counted)
+    check(totals_are_fed, fed, counted, after="with_global_denominators")
+    return fed
 
 
 def richest(programs: Iterable[Captured]) -> Captured:

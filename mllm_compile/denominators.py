@@ -9,11 +9,12 @@ over the microbatches that have it, as in the plain model's global batch.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from math import isclose
 
 import torch
 
 from mllm_compile.compiler.captured import Captured, Prepared
-from mllm_compile.compiler.errors import RequestError, explain
+from mllm_compile.compiler.errors import PlanError, RequestError, explain
 
 Term = tuple[str, str, int]
 """(owner, source line, occurrence) of the first node that divides by the count."""
@@ -42,6 +43,20 @@ def with_global_denominators(prepared: Sequence[Prepared]) -> tuple[Prepared, ..
         )
         for item, named in zip(prepared, terms, strict=True)
     )
+
+
+def totals_are_fed(fed: Sequence[Prepared], counted: Sequence[Prepared]) -> None:
+    """Every microbatch and lane divides a term of the loss by its count over all that have it."""
+    totals: dict[Term, float] = {}
+    for item in counted:
+        for name, term in _terms(item.program).items():
+            totals[term] = totals.get(term, 0.0) + float(item.values["denominator", name])
+    for place, item in enumerate(fed):
+        for name, term in _terms(item.program).items():
+            found = float(item.values["denominator", name])
+            if not isclose(found, totals[term], rel_tol=1e-6):
+                where = f"part {place}, denominator %{name} at {term[1]} ({term[0]})"
+                raise PlanError(explain(where, expected=str(totals[term]), got=str(found)))
 
 
 def _terms(program: Captured) -> dict[str, Term]:

@@ -10,13 +10,14 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from mllm_compile.agreement import agree
+from mllm_compile.agreement import agree, agree_on_collectives
 from mllm_compile.compilation import Compiler, Step
 from mllm_compile.compiler.errors import PlanError, explain
 from mllm_compile.compiler.graph import Graph
 from mllm_compile.compiler.layout import R, V
 from mllm_compile.compiler.mesh import Mesh
 from mllm_compile.compiler.plan import Plan
+from mllm_compile.compiler.program import StageProgram
 from mllm_compile.compiler.regions import Region
 from mllm_compile.compiler.sharding import Layouts
 from mllm_compile.runtime.distributed_transport import DistributedTransport
@@ -74,15 +75,19 @@ class Rank:
         """
         self._settle()
         compiler, count = self.compiler, range(len(step.microbatches))
-        programs = [
-            {stage: compiler.program(step, k, stage, self.rank) for stage in self.stages}
-            for k in count
-        ]
+        programs = self.programs(step)
         prepared = [
             {stage: compiler.lane(step, k, stage, self.rank).prepared for stage in self.stages}
             for k in count
         ]
         return self.executor.step(step.schedule, programs, prepared, number=number, measure=measure)
+
+    def programs(self, step: Step) -> list[dict[int, StageProgram]]:
+        """What the rank runs of every microbatch, by stage."""
+        return [
+            {stage: self.compiler.program(step, k, stage, self.rank) for stage in self.stages}
+            for k in range(len(step.microbatches))
+        ]
 
     def update(self) -> torch.Tensor:
         """End the step with an update of the parameters; the global gradient norm."""
@@ -185,6 +190,7 @@ def joined(
     agree(transport, compiler.plans)
     rank = Rank(compiler, transport, publish=context.publish)
     context.label(rank.label)
+    agree_on_collectives(transport, first.plans[0], rank.programs(first))
     yield rank
     transport.close()
 

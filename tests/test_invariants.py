@@ -211,7 +211,7 @@ def test_the_runner_stops_where_told_and_shows_every_plan(plan):
 
 def test_a_law_names_its_pass(plan):
     with pytest.raises(PlanError, match="after pass annotate: law every_node_has_a_cost"):
-        check(invariants.every_node_has_a_cost, replace(plan, costs={}), "annotate")
+        check(invariants.every_node_has_a_cost, replace(plan, costs={}), after="annotate")
 
 
 def test_a_model_without_trainable_parameters_is_legal():

@@ -19,11 +19,15 @@ from mllm_compile.passes.lower.tidy import closure, is_getitem, is_view, tidy
 
 @dataclass(frozen=True)
 class Segments:
-    """The three segments of a stage; those that would compute nothing are None."""
+    """The three segments of a stage; those that would compute nothing are None.
+
+    ``joint`` is the graph that was cut; None where no gradient flows.
+    """
 
     forward: Segment
-    input_grad: Segment | None
-    weight_grad: Segment | None
+    input_grad: Segment | None = None
+    weight_grad: Segment | None = None
+    joint: fx.Graph | None = None
 
 
 def differentiate(stage: StageGraph) -> Segments:
@@ -32,7 +36,7 @@ def differentiate(stage: StageGraph) -> Segments:
         graph = fx.Graph()
         graph.output(graph.graph_copy(stage.graph.graph, {}))
         tidy(graph)
-        return Segments(_segment(graph, stage.inputs, stage.outputs), None, None)
+        return Segments(_segment(graph, stage.inputs, stage.outputs))
     joint = joint_graph(stage)
     upstream = {f"d{n}": node for n, node in joint.gradients.items() if n.startswith("%")}
     weights = {f"g:{n[2:]}": node for n, node in joint.gradients.items() if n.startswith("p:")}
@@ -47,6 +51,7 @@ def differentiate(stage: StageGraph) -> Segments:
         cutter.build(forward, {**joint.outputs, **saved}),
         cutter.build(input_grad, {**upstream, **passed}) if upstream else None,
         cutter.build(weight_grad, weights) if weights else None,
+        joint.graph,
     )
 
 
@@ -96,7 +101,7 @@ class _Cutter:
             if node not in inside:
                 continue
             if node in self.constant:
-                copied[node] = _one(graph, node.meta["val"])
+                copied[node] = _one(graph, node)
             elif node.op == "placeholder" or not (node in nodes or self._remade(node)):
                 copied[node] = graph.placeholder(node.name)
                 copied[node].meta = dict(node.meta)
@@ -125,13 +130,12 @@ class _Cutter:
         return inside
 
 
-def _one(graph: fx.Graph, val: torch.Tensor) -> fx.Node:
-    """The gradient of the loss by itself."""
-    made = graph.call_function(
-        torch.ops.aten.full.default,
-        (list(val.shape), 1.0),
-        {"dtype": val.dtype, "device": val.device},
-    )
+def _one(graph: fx.Graph, tangent: fx.Node) -> fx.Node:
+    """The gradient of the loss by itself; it keeps its name."""
+    val = tangent.meta["val"]
+    options = {"dtype": val.dtype, "device": val.device}
+    full = torch.ops.aten.full.default
+    made = graph.create_node("call_function", full, (list(val.shape), 1.0), options, tangent.name)
     made.meta = {"val": val}
     return made
 

@@ -1,7 +1,8 @@
 """Rewrite a stage's graph to what one rank computes: local shapes, explicit conversions.
 
 Every node runs by the strategies of the plan: its operands are brought into the layouts that they
-ask for, once for all readers that ask for the same. What the plan does not name is whole.
+ask for, once for all readers that ask for the same. What the plan does not name is whole. In the
+metadata of a call, ``of`` names the node of the stage that it stands for.
 """
 
 from collections.abc import Callable, Mapping
@@ -90,7 +91,8 @@ class _Localizer:
     def _element(self, node: fx.Node) -> None:
         source, place = node.args
         made, outputs = self.tuples[source]  # type: ignore[index]
-        element = self.local.call(getitem, (made, place), {}, node.meta, node.name)
+        meta = {**node.meta, "of": node.name}
+        element = self.local.call(getitem, (made, place), {}, meta, node.name)
         self._keep(node, element, outputs[place])  # type: ignore[index]
 
     def _operator(self, node: fx.Node) -> None:
@@ -105,7 +107,7 @@ class _Localizer:
         ]
 
         def emit(target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-            return self.local.call(target, args, kwargs, node.meta, node.name)
+            return self.local.call(target, args, kwargs, {**node.meta, "of": node.name}, node.name)
 
         axis = special_axis(node, self.rank.axes, strategies)
         if axis is not None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from mllm_compile.compiler.pass_runner import check
 from mllm_compile.compiler.plan import Plan
 from mllm_compile.compiler.program import StageProgram
 from mllm_compile.compiler.sharding import Sharding
@@ -9,7 +10,13 @@ from mllm_compile.compiler.stage import Stage
 from mllm_compile.kernels.collective.members import members
 from mllm_compile.passes.lower.differentiate import differentiate
 from mllm_compile.passes.lower.extract import extract
+from mllm_compile.passes.lower.local_law import ranks_hold_what_is_planned
 from mllm_compile.passes.lower.localize import localize, members_of
+from mllm_compile.passes.lower.segment_laws import (
+    joint_graph_is_kept,
+    values_are_made_before_they_are_read,
+    wanted_gradients_are_made,
+)
 
 
 def lower(plan: Plan, stage: Stage, places: Mapping[str, int] | None = None) -> StageProgram:
@@ -17,16 +24,22 @@ def lower(plan: Plan, stage: Stage, places: Mapping[str, int] | None = None) -> 
 
     ``places`` are those of the rank along the axes of the module's sharding, if it has any.
     """
-    extracted = localize(extract(plan, stage), plan, stage.index, places or {})
-    with members(members_of(plan, stage.index, places or {})):
-        segments = differentiate(extracted)
+    places = places or {}
+    whole = extract(plan, stage)
+    local = localize(whole, plan, stage.index, places)
+    check(ranks_hold_what_is_planned, local, whole, plan, stage.index, places, after="localize")
+    with members(members_of(plan, stage.index, places)):
+        segments = differentiate(local)
+    check(joint_graph_is_kept, segments, stage.index, after="differentiate")
+    check(values_are_made_before_they_are_read, segments, local, stage.index, after="differentiate")
+    check(wanted_gradients_are_made, segments, local, plan, stage.index, after="differentiate")
     return StageProgram(
         stage=stage.index,
         forward=segments.forward,
         input_grad=segments.input_grad,
         weight_grad=segments.weight_grad,
-        loss=extracted.loss,
-        updates={n[2:]: n for n in extracted.outputs if n.startswith("u:")} or None,
+        loss=local.loss,
+        updates={n[2:]: n for n in local.outputs if n.startswith("u:")} or None,
     )
 
 
