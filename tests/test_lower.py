@@ -9,6 +9,8 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mllm_compile.compiler.captured import Captured, Input, Signature
+from mllm_compile.compiler.flow import flow
+from mllm_compile.compiler.graph import Graph
 from mllm_compile.compiler.plan import Plan
 from mllm_compile.compiler.request import ModuleSpec, Parallel, Request
 from mllm_compile.compiler.stage import Boundary, Stage
@@ -101,7 +103,15 @@ def cut(program, cuts):
         for (s, t), v in sorted(crossing.items())
     )
     request = Request((ModuleSpec(("",), ranks, Parallel(pipeline=len(ranks))),))
-    return Plan(request, program, needs_grad=grads, stages=stages, boundaries=boundaries)
+    edges = frozenset((source.name, reader.name) for source, reader in flow(Graph(program)).edges)
+    return Plan(
+        request,
+        program,
+        needs_grad=grads,
+        grad_edges=edges,
+        stages=stages,
+        boundaries=boundaries,
+    )
 
 
 def linked(plan, stage):

@@ -52,11 +52,11 @@ def values_are_made_before_they_are_read(segments: Segments, stage: StageGraph, 
         for name in segment.outputs:
             if name in made:
                 _refuse(at, kind, name, "every value made once")
+            made.add(name)
         placeholders = segment.graph.graph.find_nodes(op="placeholder")
         results: Sequence[object] = segment.graph.graph.output_node().args[0]  # type: ignore[assignment]
         if (len(placeholders), len(results)) != (len(segment.inputs), len(segment.outputs)):
             _refuse(at, kind, "its graph", "one name for every placeholder and result")
-        made |= {*segment.outputs}
         known |= made
         if kind == "F":
             known |= {f"d{name}" for name in stage.downstream}
