@@ -15,8 +15,11 @@ from mllm_compile.compiler.layout import R
 from mllm_compile.compiler.sharding import Layouts, Sharding, Strategy
 from mllm_compile.passes.lower.causal import ATTENTION, QUERY_DIM
 from mllm_compile.passes.lower.local_values import LocalRank
+from mllm_compile.passes.lower.masked_rows import divides_rows, masked_rows, row_layouts
 from mllm_compile.passes.lower.special import filled, schema_of, special_axis, special_call
+from mllm_compile.passes.sharding.call import Call as OperatorCall
 from mllm_compile.passes.sharding.local_call import local_call
+from mllm_compile.passes.sharding.rules_index import numbered_dims
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 MASK = object()
@@ -38,6 +41,15 @@ class Made:
     place: int
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What this rank has of an earlier result, which is whole: its shape and its layouts."""
+
+    place: int
+    shape: tuple[int, ...]
+    layouts: Layouts
+
+
 def calls(node: fx.Node, rank: LocalRank, sharding: Sharding) -> list[Call]:
     """The calls of a node, in order."""
     own = sharding.strategies.get(node.name, (Strategy("whole", (), ()),) * len(rank.axes))
@@ -56,6 +68,8 @@ def calls(node: fx.Node, rank: LocalRank, sharding: Sharding) -> list[Call]:
     axis = special_axis(node, rank.axes, own)
     if axis is not None:
         return [(*special_call(node, args, kwargs, axis), {})]
+    if divides_rows(node, operands[0].layouts if operands else ()):
+        return _masked_rows(node, operands, shapes)
     if node.target is ATTENTION:
         args, kwargs = _attention(node, args, kwargs, operands[0].layouts)
     results = [
@@ -86,3 +100,20 @@ def _attention(
     if named["causal"] and any(each.divided and each.dim == QUERY_DIM for each in queries):
         named |= {"mask": MASK, "causal": False}
     return tuple(named.values()), {}
+
+
+def _masked_rows(
+    node: fx.Node, operands: list[Operand], shapes: list[tuple[int, ...]]
+) -> list[Call]:
+    call = OperatorCall.of(node)
+    rows = call.inputs[0][: numbered_dims(call)]
+    own = row_layouts(operands[0].layouts, len(rows))
+    made: list[Call] = []
+
+    def emit(target: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        made.append((target, args, dict(kwargs)))
+        return Made(len(made) - 1)
+
+    marks: list[Any] = list(operands)
+    masked_rows(emit, lambda whole, _: Part(whole.place, rows, own), marks, shapes, rows)
+    return made

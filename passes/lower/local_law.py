@@ -20,9 +20,9 @@ from mllm_compile.compiler.plan import Plan
 from mllm_compile.compiler.sharding import Layouts, Sharding
 from mllm_compile.passes.lower.causal import QUERY_DIM
 from mllm_compile.passes.lower.extract import StageGraph
-from mllm_compile.passes.lower.local_calls import MASK, Made, Operand, calls
+from mllm_compile.passes.lower.local_calls import MASK, Made, Operand, Part, calls
 from mllm_compile.passes.lower.local_graph import CONVERT
-from mllm_compile.passes.lower.local_states import Held, Rows, cut, rows_of, stands
+from mllm_compile.passes.lower.local_states import Held, Rows, cut, holding, rows_of, stands
 from mllm_compile.passes.lower.local_values import LocalRank
 
 aten = torch.ops.aten
@@ -149,6 +149,7 @@ class _Follower:
         self._compare(node, whole, expected[len(made)])
         made.append(node)
         if len(made) < len(expected):
+            self.states[node] = Rows(Holding.whole(node.meta["val"].shape))
             return
         if isinstance(whole.meta["val"], torch.Tensor):
             self._keep(node, self._held(whole, self._layouts(whole, 0, "outputs")))
@@ -175,10 +176,20 @@ class _Follower:
             elif isinstance(other, Made):
                 if self.made[whole][other.place] is not own:
                     _refuse(node, f"%{self.made[whole][other.place].name}", str(own))
+            elif isinstance(other, Part):
+                self._part(node, own, self.made[whole][other.place], other)
             elif other is MASK:
                 self._mask(node, whole, self.states.get(own))
             elif own is not other and (type(own) is not type(other) or own != other):
                 _refuse(node, str(other), str(own))
+
+    def _part(self, node: fx.Node, own: Any, source: fx.Node, part: Part) -> None:
+        """What this rank has of an intermediate result."""
+        expected, root = Rows(holding(self.rank, part.shape, part.layouts)), own
+        while isinstance(root, fx.Node) and root.target is CONVERT:
+            root = root.args[0]
+        if root is not source or self.states.get(own) != expected:
+            _refuse(node, f"of %{source.name} {expected}", f"%{root}: {self.states.get(own)}")
 
     def _mask(self, node: fx.Node, whole: fx.Node, state: State | None) -> None:
         """A mask of the positions of this rank's queries, within the mask of the model."""

@@ -46,14 +46,14 @@ def stands(rank: LocalRank, shape: Shape, layouts: Layouts, at: int, division: D
         return division == (str(layout), "", 0)
     try:
         local, parts = Layout.parse(text), Split.parse(split).parts
-        whole = _holding(rank, shape, (*layouts[:at], R, *layouts[at + 1 :]))
+        whole = holding(rank, shape, (*layouts[:at], R, *layouts[at + 1 :]))
         length = whole.shape[local.dim] if local.divided and local.dim < len(shape) else -1
         sizes = (local.dim, len(parts), Split.parse(split).length, local.outer * local.size * unit)
         if sizes != (layout.dim, rank.axes[at].size, local.size, length):
             return False
         return all(
             whole.divided(local.dim, local.outer, local.size, part)
-            == _holding(_moved(rank, at, place), shape, layouts)
+            == holding(_moved(rank, at, place), shape, layouts)
             for place, part in enumerate(parts)
         )
     except (PlanError, ValueError):
@@ -68,7 +68,7 @@ def cut(rank: LocalRank, held: Holding, at: int, division: Division) -> Holding:
 
 def rows_of(rank: LocalRank, held: Held, dim: int) -> Holding:
     """The elements of one dim that this rank holds."""
-    return Holding((_holding(rank, held.shape, held.layouts).region[dim],))
+    return Holding((holding(rank, held.shape, held.layouts).region[dim],))
 
 
 def _moved(rank: LocalRank, at: int, place: int) -> LocalRank:
@@ -76,6 +76,7 @@ def _moved(rank: LocalRank, at: int, place: int) -> LocalRank:
 
 
 @lru_cache(maxsize=65536)
-def _holding(rank: LocalRank, shape: Shape, layouts: Layouts) -> Holding:
+def holding(rank: LocalRank, shape: Shape, layouts: Layouts) -> Holding:
+    """The elements of a value that this rank holds."""
     divided = tuple(layout if layout.divided else R for layout in layouts)
     return Holding.of(shape, divided, rank.axes, rank.places)

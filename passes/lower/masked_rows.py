@@ -74,10 +74,10 @@ def masked_rows_call(
 ) -> fx.Node:
     """The call in a rank's graph; ``layouts`` are those of the tensor that is written to."""
     rows = Call.of(node).inputs[0][: numbered_dims(Call.of(node))]
-    own = tuple(x if x.divided and x.dim < len(rows) else R for x in layouts)
+    own = row_layouts(layouts, len(rows))
 
     def emit(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
-        return local.call(target, args, kwargs, node.meta, node.name)
+        return local.call(target, args, kwargs, {**node.meta, "of": node.name}, node.name)
 
     def part(whole: fx.Node, name: str) -> fx.Node:
         value = Value(f"{node.name}_{name}", rows, False, whole.meta)
@@ -86,3 +86,8 @@ def masked_rows_call(
 
     shapes = [tuple(operand.meta["val"].shape) for operand in operands]
     return masked_rows(emit, part, operands, shapes, rows)
+
+
+def row_layouts(layouts: Layouts, rows: int) -> Layouts:
+    """Of what has the numbered dims alone, ``rows`` of them."""
+    return tuple(x if x.divided and x.dim < rows else R for x in layouts)
