@@ -71,27 +71,29 @@ def joint_graph_is_kept(segments: Segments, at: int) -> None:
         return
     nodes = list(segments.joint.nodes)
     places = {node.name: place for place, node in enumerate(nodes)}
-    missing = {n.name for n in nodes if n.op == "call_function" and not is_view(n)}
+    there: set[str] = set()
     for kind, segment in _segments(segments):
-        last = -1
-        for node in segment.graph.graph.nodes:
-            if node.op != "call_function":
-                continue
-            place = places.get(node.name, -1)
-            original = nodes[place]
+        last = nodes[0]
+        for node in (n for n in segment.graph.graph.nodes if n.op == "call_function"):
+            original = nodes[places.get(node.name, -1)]  # the output, if there is none
             if original.op == "placeholder":  # the gradient of the loss
                 continue
-            if place < 0 or _text(node) != _text(original):
-                _refuse(at, kind, _text(node), _text(original) if place >= 0 else "no such call")
-            if place < last:
-                _refuse(at, kind, _text(node), f"it before %{nodes[last].name}")
-            if not is_view(node) and node.name not in missing:
+            if _text(node) != _text(original):
+                _refuse(at, kind, _text(node), _text(original))
+            if places[node.name] < places[last.name]:
+                _refuse(at, kind, _text(node), f"it before %{last.name}")
+            if not is_view(node) and node.name in there:
                 _refuse(at, kind, _text(node), "it in one segment")
-            missing.discard(node.name)
-            last = place
-    if missing:
-        first = next(node for node in nodes if node.name in missing)
-        raise PlanError(explain(f"stage {at}: {_text(first)}", expected="it in a segment"))
+            there.add(node.name)
+            last = original
+    _check_complete([n for n in nodes if n.op == "call_function" and not is_view(n)], there, at)
+
+
+def _check_complete(calls: Sequence[fx.Node], there: set[str], at: int) -> None:
+    """What no segment reads may be gone."""
+    for node in calls:
+        if node.name not in there and any(user.name in there for user in node.users):
+            raise PlanError(explain(f"stage {at}: {_text(node)}", expected="it in a segment"))
 
 
 def _text(node: fx.Node) -> str:
