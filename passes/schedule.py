@@ -10,10 +10,9 @@ one forward in turn, then the remaining backwards. Along every boundary d falls,
 downstream and I ticks grow upstream: whatever an action waits for happens earlier on the clock, on
 any DAG. So no such schedule can deadlock, and actions may be left out at will, where a modality is
 absent or nothing is trained. Within a tick, receives are posted, then F or I runs, then results
-are sent, then W runs. A receive is posted at the latest tick of its own kind that does not follow
-the send's tick (between neighbours: one microbatch ahead of its use), so that the schedule ends
-even if every send blocks until its receive is posted. Stages that share ranks share channels too: a
-rank posts its receives in the order of the sends.
+are sent, then W runs. A receive is posted one tick before its send (between neighbours: one
+microbatch ahead of its use), so that the schedule ends even if every send blocks until its receive
+is posted. Stages that share ranks share channels too: receives stand in the order of the sends.
 
 Warm-up counts: arXiv 2503.11367 §4. Zero bubble: ZB-H1 of arXiv 2401.10241.
 """
@@ -83,7 +82,7 @@ def _moment(action: Action, depth: Mapping[int, int], limit: int) -> tuple[int, 
             return 2 * (k + max(limit - d, 0)) + d, 3
         case _:
             sent, _ = _moment(action.match, depth, limit)
-            return sent - (d - depth[action.match.stage]) % 2, 0
+            return sent - 1, 0
 
 
 def variant_of(plan: Plan) -> Variant:

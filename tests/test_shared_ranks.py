@@ -99,3 +99,11 @@ def test_receives_that_overtake_each_other_between_two_ranks_are_refused() -> No
     broken = replace(schedule, actions={**schedule.actions, 1: tuple(todo)})
     with pytest.raises(PlanError, match=r"rank 0 sends .* to this rank before"):
         dry_run(broken, stages, variants)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 5])
+def test_gradients_of_one_stage_to_two_stages_of_a_rank_keep_their_order(microbatches: int) -> None:
+    """Stages 0 and 1 are of unequal depth and share rank 0; stage 2 reads both."""
+    stages = on_ranks((0,), (0,), (1,))
+    variants = [variant([(0, 1), (0, 2), (1, 2)])] * microbatches
+    dry_run(make_schedule(stages, variants), stages, variants)
