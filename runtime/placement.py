@@ -15,6 +15,9 @@ from mllm_compile.runtime.pieces import pack, unpack
 
 Ranks = tuple[int, ...]
 
+_Share = tuple[Holding, Ranks]
+"""A part of a parameter, and which of the equal gradients (places on axes with layout R)."""
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -67,8 +70,9 @@ class Placement:
                 about how many gradients there are of one part.
         """
         held: dict[int, Holding] = {}
-        sums: dict[tuple[Holding, tuple[int, ...]], set[int]] = {}
-        for mesh, layouts in stages:
+        sums: dict[_Share, set[int]] = {}
+        readers: dict[_Share, set[int]] = {}
+        for stage, (mesh, layouts) in enumerate(stages):
             for rank in mesh.ranks:
                 part = _part(shape, mesh, layouts, rank)
                 if held.setdefault(rank, part) != part:
@@ -77,7 +81,11 @@ class Placement:
                 pairs = zip(mesh.axes, layouts, strict=True)
                 copy = tuple(mesh.place(rank, axis.name) for axis, at in pairs if at.kind == "R")
                 sums.setdefault((part, copy), set()).add(rank)
-        groups = sorted(tuple(sorted(ranks)) for ranks in sums.values()) if summed else ()
+                readers.setdefault((part, copy), set()).add(stage)
+        if not summed:
+            return Placement(tuple(shape), held)
+        _check_shares(shape, readers)
+        groups = sorted(tuple(sorted(ranks)) for ranks in sums.values())
         return Placement(tuple(shape), held, tuple(group for group in groups if len(group) > 1))
 
     @cached_property
@@ -107,6 +115,23 @@ class Placement:
         for rank, part in parts.items():
             unpack(part, made, self.held[rank].region)
         return made
+
+
+def _check_shares(shape: Sequence[int], readers: Mapping[_Share, set[int]]) -> None:
+    """Every sum of a part has the gradient of every stage that reads the part, once."""
+    stages: dict[Holding, set[int]] = {}
+    for (part, _), own in readers.items():
+        stages.setdefault(part, set()).update(own)
+    for (part, _), own in readers.items():
+        if own != stages[part]:
+            raise PlanError(
+                explain(
+                    f"parameter of shape {list(shape)}",
+                    expected="as many gradients of a part in every stage that reads it",
+                    got="the same gradient on several ranks of one stage (R), and not in another",
+                    remedy="give the modules that share the parameter the same sizes",
+                )
+            )
 
 
 def _part(shape: Sequence[int], mesh: Mesh, layouts: Sequence[Layout], rank: int) -> Holding:

@@ -47,6 +47,27 @@ SLOW: list[Case] = [
 ]
 
 
+TIED: list[tuple[Sizes, tuple[int, ...], Sizes]] = [
+    ({"tensor": 2}, (0,), {}),  # on common ranks
+    ({"tensor": 2}, (2,), {}),
+    ({"context": 2}, (0, 1), {"tensor": 2}),
+]
+
+
+@pytest.mark.parametrize(("decoder", "ranks", "head"), TIED)
+def test_a_weight_of_two_modules_of_other_sizes(
+    decoder: Sizes, ranks: tuple[int, ...], head: Sizes
+) -> None:
+    """Embedding and head are one weight, in modules whose meshes have other axes."""
+    modules = (
+        ModuleSpec(("model.vision_tower", "model.multi_modal_projector"), (0,)),
+        ModuleSpec(("model.language_model",), (0, 1), Parallel(**decoder)),
+        ModuleSpec(("lm_head",), ranks, Parallel(**head)),
+    )
+    request = Request(modules, microbatches=2, microbatch_size=2, dtype="float64")
+    assert_passed(verify(request, workload_of("gemma3"), in_process=True))
+
+
 def agrees(name: str, parts: list[tuple[int, Sizes]]) -> None:
     modules = []
     for paths, (first, sizes) in zip(MODULES[name], parts, strict=True):

@@ -89,3 +89,12 @@ def test_what_is_whole_and_contiguous_is_not_copied() -> None:
     lazy = torch.tensor([1 + 2j]).conj().expand(3)
     assert pack(lazy, (((0, 3),),)).tolist() == [1 - 2j] * 3
     assert not pack(lazy, (((0, 3),),)).is_conj()
+
+
+def test_stages_with_unequally_many_gradients_of_a_part_are_refused():
+    """One stage has the same gradient twice (R), the other once: no sum would be right for all."""
+    wide, alone = Mesh((0, 1), (1, 1, 1, 2)), Mesh((0,), (1, 1, 1, 1))
+    with pytest.raises(PlanError, match="as many gradients of a part in every stage"):
+        Placement.of((4,), [(wide, (R,)), (alone, ())])
+    assert Placement.of((4,), [(wide, (V,)), (alone, ())]).sums == ((0, 1),)
+    assert Placement.of((4,), [(wide, (R,)), (alone, ())], summed=False).sums == ()

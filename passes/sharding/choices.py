@@ -174,7 +174,9 @@ class Choices:
         if isinstance(fixed, Layout):
             return [fixed]
         whole = [layout for layout in legal if not layout.divided]
-        if fixed is None or setting.axis.name == "context":
+        if fixed is None:  # modules with other axes read it too: all their gradients are summed
+            return [layout for layout in whole if layout.kind == "V"] or whole
+        if setting.axis.name == "context":
             return whole
         wants = self._wanted(point.name)
         divided = [each for each in legal if each.divided and all(each in want for want in wants)]
