@@ -7,8 +7,9 @@ from itertools import product
 from math import prod
 
 from mllm_compile.compiler.errors import PlanError, explain
-from mllm_compile.compiler.request import ModuleSpec
+from mllm_compile.compiler.request import ModuleSpec, Request
 from mllm_compile.compiler.split import Split
+from mllm_compile.compiler.stage import Stage
 
 AXES = ("data", "expert", "context", "tensor")
 """Axes from the slowest to the fastest: neighbouring ranks share all but their tensor place."""
@@ -52,6 +53,11 @@ class Mesh:
         ranks = module.ranks[position * width : (position + 1) * width]
         sizes = tuple(getattr(module.parallel, name) for name in AXES)
         return Mesh(ranks, sizes, module.context_split)
+
+    @staticmethod
+    def of_stage(request: Request, stage: Stage) -> "Mesh":
+        """The mesh of a stage of the request."""
+        return Mesh.of(request.modules[stage.module], stage.position)
 
     @cached_property
     def coordinates(self) -> Mapping[int, tuple[int, ...]]:

@@ -70,7 +70,7 @@ def members_call_alike(found: Sequence[Digest], plan: Plan) -> None:
     """Ranks of one data lane of a stage call the same collectives in the same order."""
     size = sha256().digest_size
     for stage in plan.stages:
-        mesh = Mesh.of(plan.request.modules[stage.module], stage.position)
+        mesh = Mesh.of_stage(plan.request, stage)
         for first, *others in mesh.lanes():
             for place, kind in enumerate(SEGMENTS, stage.index * len(SEGMENTS)):
                 part = slice(place * size, (place + 1) * size)

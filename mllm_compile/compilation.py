@@ -168,10 +168,8 @@ class Compiler:
 
     def lane(self, step: Step, microbatch: int, stage: int, rank: int) -> Lane:
         """The lane of a microbatch that ``rank`` works on in a stage."""
-        at = self.plans[0].stages[stage]
-        module = self.request.modules[at.module]
-        index = Mesh.of(module, at.position).lane(rank)
-        return step.microbatches[microbatch][module.parallel.data][index]
+        mesh = Mesh.of_stage(self.request, self.plans[0].stages[stage])
+        return step.microbatches[microbatch][mesh.size("data")][mesh.lane(rank)]
 
     def lower_all(self, step: Step) -> None:
         """Lower every stage of a step, for ranks that share this process."""
@@ -183,7 +181,7 @@ class Compiler:
     def _places(self, plan: Plan, stage: int, rank: int) -> Places:
         """Where a rank stands along the axes of its stage, or 0 where all of them run one graph."""
         at = plan.stages[stage]
-        mesh = Mesh.of(self.request.modules[at.module], at.position)
+        mesh = Mesh.of_stage(self.request, at)
         differ = differing(plan, at)
         return tuple(
             (axis.name, mesh.place(rank, axis.name) if axis.name in differ else 0)

@@ -246,5 +246,4 @@ def _updaters(plans: Sequence[Plan]) -> dict[str, tuple[int, ...]]:
 
 
 def _mesh(plan: Plan, stage: int) -> Mesh:
-    at = plan.stages[stage]
-    return Mesh.of(plan.request.modules[at.module], at.position)
+    return Mesh.of_stage(plan.request, plan.stages[stage])

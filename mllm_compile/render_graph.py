@@ -76,7 +76,7 @@ def rank_view(document: Document, rank: int) -> Group:
 
 def collective_table(document: Document, stage: Stage, rank: int) -> Table:
     """What a rank exchanges with others of its stage, and with which, in dataflow order."""
-    mesh = Mesh.of(document.request.modules[stage.module], stage.position)
+    mesh = Mesh.of_stage(document.request, stage)
     table = new_table(f"Collectives of stage {stage.index}", "value", "from", "to", "axis", "ranks")
     for name in ("forward", "backward"):
         table.add_column(name)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from mllm_compile.compiler.graph import Graph
+from mllm_compile.compiler.mesh import Mesh
 from mllm_compile.compiler.plan import Plan
 from mllm_compile.compiler.request import Request
 from mllm_compile.compiler.stage import Boundary, Stage
@@ -33,7 +34,6 @@ def stages_of(graph: Graph, plan: Plan, stage_of: Mapping[fx.Node, int]) -> tupl
     firsts = first_stages(plan.request)
     stages = []
     for module, spec in enumerate(plan.request.modules):
-        width = len(spec.ranks) // spec.parallel.pipeline
         for position in range(spec.parallel.pipeline):
             index = firsts[module] + position
             read = {name for node in nodes[index] for name in graph.parameters_read(node)}
@@ -42,7 +42,7 @@ def stages_of(graph: Graph, plan: Plan, stage_of: Mapping[fx.Node, int]) -> tupl
                     index=index,
                     module=module,
                     position=position,
-                    ranks=spec.ranks[position * width : (position + 1) * width],
+                    ranks=Mesh.of(spec, position).ranks,
                     nodes=tuple(node.name for node in nodes[index]),
                     replicated=tuple(n.name for n in graph.nodes if index in readers.get(n, ())),
                     parameters=tuple(name for name in graph.parameters if name in read),

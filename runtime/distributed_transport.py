@@ -7,7 +7,7 @@ at once, in one order, and open every channel before the first step. A group of 
 group of its own, made by all ranks alike.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -46,19 +46,19 @@ class _Links:
 
     def send(self, tensor: torch.Tensor, peer: int, purpose: str) -> Handle:
         """See :class:`Links`."""
-        if tensor.numel() == 0:
-            return Done()
-        try:
-            return _Work(dist.isend(as_bytes(tensor), peer, self.group), tensor, peer)
-        except RuntimeError as error:
-            raise _lost(f"rank {peer}", error) from error
+        return self._post(dist.isend, tensor, peer)
 
     def receive(self, buffer: torch.Tensor, peer: int, purpose: str) -> Handle:
         """See :class:`Links`."""
-        if buffer.numel() == 0:
+        return self._post(dist.irecv, buffer, peer)
+
+    def _post(
+        self, operation: Callable[..., dist.Work | None], tensor: torch.Tensor, peer: int
+    ) -> Handle:
+        if tensor.numel() == 0:
             return Done()
         try:
-            return _Work(dist.irecv(as_bytes(buffer), peer, self.group), buffer, peer)
+            return _Work(operation(as_bytes(tensor), peer, self.group), tensor, peer)
         except RuntimeError as error:
             raise _lost(f"rank {peer}", error) from error
 

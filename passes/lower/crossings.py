@@ -80,7 +80,7 @@ class _Lane:
 
     def held(self, value: LaneValue, part: Part | None) -> dict[int, Holding]:
         """What each rank of the lane holds."""
-        mesh = Mesh.of(self.plan.request.modules[self.stage.module], self.stage.position)
+        mesh = Mesh.of_stage(self.plan.request, self.stage)
         sharding = self.plan.shardings[self.stage.module] if self.plan.shardings else Sharding()
         known = sharding.sent if self.stage.index == self.boundary.source else sharding.layouts
         layouts = known.get(value.name, (R,) * len(mesh.axes))

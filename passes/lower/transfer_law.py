@@ -40,7 +40,7 @@ class Links:
     def checked(self, stage: int, rank: int) -> Transfers:
         """The same; PlanError unless both ends of every boundary of the stage fit together."""
         at = self.plans[0][0].stages[stage]
-        lane = Mesh.of(self.plans[0][0].request.modules[at.module], at.position).lane(rank)
+        lane = Mesh.of_stage(self.plans[0][0].request, at).lane(rank)
         for boundary in self.plans[at.module][lane].boundaries:
             key = boundary.source, boundary.target, lane
             if stage in key[:2] and key not in self._checked:

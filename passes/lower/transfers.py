@@ -35,8 +35,7 @@ def transfers(stage: Stage, rank: int, plans: Plans) -> Transfers:
         PlanError: at a boundary between modules of unequal data sizes, lanes do not have the same
             samples' values; says what to change.
     """
-    module = plans[0][0].request.modules[stage.module]
-    lane = Mesh.of(module, stage.position).lane(rank)
+    lane = Mesh.of_stage(plans[0][0].request, stage).lane(rank)
     boundaries = plans[stage.module][lane].boundaries
     out = [boundary for boundary in boundaries if boundary.source == stage.index]
     into = [boundary for boundary in boundaries if boundary.target == stage.index]
