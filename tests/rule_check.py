@@ -43,10 +43,11 @@ class Instance:
         """
         rest = iter(values)
         args, kwargs = fx.map_arg((self.node.args, self.node.kwargs), lambda _: next(rest))
-        if queries is not None and self.node.target is ours.attention.default and args[5]:
-            before = queries[:, None] >= torch.arange(args[1].shape[2])
-            seen = before[None, None] if args[3] is None else args[3] & before
-            args = (*args[:3], seen, args[4], False, *args[6:])
+        if queries is not None and self.node.target is ours.attention.default and args[6]:
+            assert args[3] is None
+            ends = (queries + 1).to(torch.int32).clamp(max=args[1].shape[2])
+            seen = torch.stack([torch.zeros_like(ends), ends], -1)[None, :, None]
+            args = (*args[:3], seen, *args[4:6], False, *args[7:])
         if special:
             known = self.node.target._schema.arguments
             args = (*args, *(a.default_value for a in known[len(args) :] if a.name != "start"))

@@ -48,13 +48,23 @@ def make_mask(kind, queries, keys, heads=4):
     return mask
 
 
-def agree(call, args, mask=None, bias=None, causal=False, scale=0.3, softcap=0.0, tolerance=1e-12):
+def agree(
+    call,
+    args,
+    mask=None,
+    bias=None,
+    causal=False,
+    scale=0.3,
+    softcap=0.0,
+    tolerance=1e-12,
+    intervals=None,
+):
     """out, lse and the gradients of q, k, v under random output gradients, both of out and lse."""
     q, k, v = args
     g = torch.Generator().manual_seed(5)
-    out, lse = call(q, k, v, mask, bias, causal, scale, softcap)
+    out, lse = call(q, k, v, intervals, mask, bias, causal, scale, softcap)
     want, want_lse = reference.attention(
-        *(x.double() for x in args), mask, bias, causal, scale, softcap
+        *(x.double() for x in args), intervals, mask, bias, causal, scale, softcap
     )
     grad_out = torch.randn(want.shape, generator=g, dtype=torch.float64)
     grad_lse = torch.randn(want_lse.shape, generator=g, dtype=torch.float64)
@@ -91,6 +101,62 @@ def test_operator_is_the_definition(queries, keys, key_heads, kind, causal):
     )
 
 
+def draw_intervals(batch, queries, keys, count, seed=0):
+    """[batch, queries, count, 2], ascending and disjoint; every third row sees nothing."""
+    g = torch.Generator().manual_seed(seed + queries + keys)
+    ends = torch.randint(0, keys + 1, (batch, queries, 2 * count), generator=g).sort(-1).values
+    ends[:, ::3] = ends[:, ::3, :1]
+    return ends.to(torch.int32).unflatten(-1, (count, 2))
+
+
+@pytest.mark.parametrize(("queries", "keys"), LENGTHS)
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("kind", ["none", "batch", "padding"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_intervals(queries, keys, count, batch, kind, causal):
+    agree(
+        op.attention,
+        inputs(queries, keys, key_heads=2),
+        make_mask(kind, queries, keys),
+        causal=causal,
+        intervals=draw_intervals(batch, queries, keys, count),
+    )
+
+
+@pytest.mark.parametrize("softcap", [0.0, 0.7])
+def test_intervals_are_the_mask_that_they_say(softcap):
+    """The reference against a mask written out by hand."""
+    intervals = draw_intervals(2, 9, 11, 2)
+    mask = torch.zeros(2, 1, 9, 11, dtype=torch.bool)
+    for sample, query, at in itertools.product(range(2), range(9), range(2)):
+        start, end = intervals[sample, query, at]
+        mask[sample, 0, query, start:end] = True
+    args = inputs(9, 11)
+    want = reference.attention(*args, None, mask, None, False, 0.3, softcap)
+    for call in (reference.attention, op.attention):
+        got = call(*args, intervals, None, None, False, 0.3, softcap)
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.long(),
+        lambda x: x[:, :5],
+        lambda x: x[0],
+        lambda x: x[..., :1],
+        lambda x: x.repeat(1, 1, 3, 1),
+        lambda x: x.repeat(3, 1, 1, 1),
+    ],
+)
+def test_wrong_intervals_are_refused(change):
+    args, intervals = inputs(6, 9), draw_intervals(1, 6, 9, 1)
+    op.attention(*args, intervals, None, None, False, 1.0, 0.0)
+    with pytest.raises(ValueError, match=r"intervals must be int32 \[1 or 2, 6, 1 or 2, 2\]"):
+        op.attention(*args, change(intervals), None, None, False, 1.0, 0.0)
+
+
 @pytest.mark.parametrize(("size", "value_size"), [(24, 16), (16, 24), (5, 3), (1, 1)])
 @pytest.mark.parametrize("kind", ["none", "batch"])
 def test_value_size_may_differ(size, value_size, kind):
@@ -122,8 +188,8 @@ def test_softcap(causal):
 
 def test_softcap_matters():
     args = inputs(9, 9)
-    capped, _ = op.attention(*args, None, None, False, 0.3, 0.5)
-    assert not torch.allclose(capped, op.attention(*args, None, None, False, 0.3, 0.0)[0])
+    capped, _ = op.attention(*args, None, None, None, False, 0.3, 0.5)
+    assert not torch.allclose(capped, op.attention(*args, None, None, None, False, 0.3, 0.0)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -138,13 +204,13 @@ def test_plain_backward_is_the_chain_rule():
     for key_heads, softcap, causal in itertools.product([4, 2], [0.0, 0.8], [False, True]):
         q, k, v = args = inputs(13, 17, key_heads=key_heads, value_size=6)
         mask, bias = make_mask("batch", 13, 17), torch.randn(1, 1, 13, 17, dtype=torch.float64)
-        out, lse = reference.attention(q, k, v, mask, bias, causal, 0.3, softcap)
+        out, lse = reference.attention(q, k, v, None, mask, bias, causal, 0.3, softcap)
         finite = lse.masked_fill(lse == float("-inf"), 0)
         grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
         want = torch.autograd.grad([out, finite], args, [grad_out, grad_lse])
         with torch.no_grad():
             got = reference.attention_backward(
-                grad_out, grad_lse, q, k, v, out, lse, mask, bias, causal, 0.3, softcap
+                grad_out, grad_lse, q, k, v, out, lse, None, mask, bias, causal, 0.3, softcap
             )
         for x, y in zip(got, want, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
@@ -153,7 +219,7 @@ def test_plain_backward_is_the_chain_rule():
 @pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0)])
 def test_no_queries_or_no_keys(queries, keys):
     args = inputs(queries, keys)
-    out, lse = op.attention(*args, None, None, False, 1.0, 0.0)
+    out, lse = op.attention(*args, None, None, None, False, 1.0, 0.0)
     assert out.shape == (2, 4, queries, 16)
     assert not out.any()
     assert (lse == float("-inf")).all()
@@ -180,12 +246,14 @@ def test_strided_inputs_and_promised_strides(kind):
 
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(x) for x in args]
-        promised = op.attention(*fakes, None, None, True, 0.3, 0.0)
+        promised = op.attention(*fakes, None, None, None, True, 0.3, 0.0)
         grads = op.attention_backward(
-            promised[0], None, *fakes, *promised, None, None, True, 0.3, 0.0
+            promised[0], None, *fakes, *promised, None, None, None, True, 0.3, 0.0
         )
-    real = op.attention(*args, None, None, True, 0.3, 0.0)
-    real_grads = op.attention_backward(real[0], None, *args, *real, None, None, True, 0.3, 0.0)
+    real = op.attention(*args, None, None, None, True, 0.3, 0.0)
+    real_grads = op.attention_backward(
+        real[0], None, *args, *real, None, None, None, True, 0.3, 0.0
+    )
     for fake, value in zip([*promised, *grads], [*real, *real_grads], strict=True):
         assert (fake.shape, fake.stride(), fake.dtype) == (value.shape, value.stride(), value.dtype)
 
@@ -195,7 +263,7 @@ def test_gradcheck():
     mask = make_mask("shared", 5, 7)
 
     def call(q, k, v):
-        out, lse = op.attention(q, k, v, mask, None, False, 0.5, 0.0)
+        out, lse = op.attention(q, k, v, None, mask, None, False, 0.5, 0.0)
         return out, lse.masked_fill(lse == float("-inf"), 0)
 
     assert torch.autograd.gradcheck(call, (q, k, v))
@@ -207,7 +275,8 @@ def test_opcheck(case):
     mask = make_mask("batch", 6, 9) if case == "mask" else None
     bias = torch.randn(1, 4, 6, 9, dtype=torch.float64) if case == "bias" else None
     torch.library.opcheck(
-        op.attention, (q, k, v, mask, bias, case == "plain", 0.3, 0.9 if case == "softcap" else 0.0)
+        op.attention,
+        (q, k, v, None, mask, bias, case == "plain", 0.3, 0.9 if case == "softcap" else 0.0),
     )
 
 
@@ -215,7 +284,7 @@ def test_bias_that_requires_grad_is_refused():
     q, k, v = inputs(4, 4)
     bias = torch.zeros(1, 1, 4, 4, dtype=torch.float64, requires_grad=True)
     with pytest.raises(ValueError, match="no gradient for bias"):
-        op.attention(q, k, v, None, bias, False, 1.0, 0.0)
+        op.attention(q, k, v, None, None, bias, False, 1.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +301,7 @@ def test_wrong_shapes_are_refused(change, message):
     q, k, v = inputs(6, 9, key_heads=2)
     q, k, v, mask = change(q, k, v, make_mask("batch", 6, 9))
     with pytest.raises(ValueError, match=message):
-        op.attention(q, k, v, mask, None, False, 1.0, 0.0)
+        op.attention(q, k, v, None, mask, None, False, 1.0, 0.0)
 
 
 def test_unused_log_sum_exp_costs_nothing():
@@ -242,7 +311,7 @@ def test_unused_log_sum_exp_costs_nothing():
     original = cpu.attention_backward
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "attention_backward", lambda *a: (seen.append(a[1]), original(*a))[1])
-        op.attention(q, k, v, None, None, True, 0.5, 0.0)[0].sum().backward()
+        op.attention(q, k, v, None, None, None, True, 0.5, 0.0)[0].sum().backward()
     assert seen == [None]
 
 
@@ -251,7 +320,7 @@ def test_flops_are_torchs_own():
 
     q, k, v = inputs(12, 20, size=8, value_size=6)
     with FlopCounterMode(display=False) as counter:
-        out = op.attention(q, k, v, None, None, False, 0.5, 0.0)[0]
+        out = op.attention(q, k, v, None, None, None, False, 0.5, 0.0)[0]
         forward = counter.get_total_flops()
         out.sum().backward()
     shapes = [x.shape for x in (q, k, v)]

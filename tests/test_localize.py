@@ -282,7 +282,7 @@ def test_the_conversions_are_those_of_the_plan():
         for item in conversions(plan, 0)
         if {item.have.kind, item.want.kind} != {"R", "V"}
     )
-    expected["context", "R", "S"] += 1  # the query positions of the causal mask
+    expected["context", "R", "S"] += 1  # the query positions of the causal intervals
     assert counts(programs[0, (0, 0)]) == expected
 
 

@@ -7,6 +7,8 @@ with zeros and by -inf, which change no value. The terms are those of ``referenc
 import torch
 from torch import Tensor
 
+from mllm_compile.kernels.attention import reference
+
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -15,6 +17,13 @@ def supports(q: Tensor, k: Tensor, v: Tensor, softcap: float) -> bool:
     """Whether the fused kernels compute this call; the definition does where they do not."""
     nothing_empty = min(q.numel(), k.numel(), v.numel()) > 0
     return q.device.type == "cpu" and not softcap and nothing_empty
+
+
+def _with_intervals(mask: Tensor | None, intervals: Tensor | None, keys: int) -> Tensor | None:
+    if intervals is None:
+        return mask
+    inside = reference.in_intervals(intervals, 0, keys)
+    return inside if mask is None else mask & inside
 
 
 def _additive(
@@ -38,6 +47,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    intervals: Tensor | None,
     mask: Tensor | None,
     bias: Tensor | None,
     causal: bool,
@@ -45,6 +55,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; see ``reference.attention``. The fused lse of an empty row is 0."""
     size = max(q.shape[-1], v.shape[-1])
+    mask = _with_intervals(mask, intervals, k.shape[2])
     added = _additive(mask, bias, q.dtype, k.shape[2])
     out, lse = _forward(
         _pad(q, size), _pad(k, size), _pad(v, size), 0.0, causal, attn_mask=added, scale=scale
@@ -70,6 +81,7 @@ def attention_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    intervals: Tensor | None,
     mask: Tensor | None,
     bias: Tensor | None,
     causal: bool,
@@ -81,6 +93,7 @@ def attention_backward(
     and 0 in V, makes that rowsum(dO ∘ O) - dlse: the gradient of the log-sum-exp comes for free.
     """
     lse = lse.masked_fill(lse == float("-inf"), 0.0)
+    mask = _with_intervals(mask, intervals, k.shape[2])
     if grad_lse is not None:
         grad_out = torch.cat([grad_out, grad_lse.unsqueeze(-1).to(grad_out.dtype)], -1)
         out = torch.cat([out, out.new_full((*out.shape[:-1], 1), -1.0)], -1)

@@ -24,7 +24,14 @@ def _empty_by_token(x: Tensor, heads: int, length: int, size: int) -> Tensor:
     return x.new_empty(x.shape[0], length, heads, size).transpose(1, 2)
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None) -> None:
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    intervals: Tensor | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+) -> None:
     """Refuse shapes and dtypes outside the terms; ValueError says which."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
@@ -33,6 +40,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | N
         raise ValueError(f"attention: batch, key heads and key length must agree, got {shapes}")
     if q.shape[1] % max(k.shape[1], 1) or q.shape[3] != k.shape[3]:
         raise ValueError(f"attention: key heads must divide query heads, got {shapes}")
+    if intervals is not None:
+        _check_intervals(q, intervals)
     if mask is not None and mask.dtype is not torch.bool:
         raise ValueError(f"attention: mask must be boolean, got {mask.dtype}; pass it as bias")
     if bias is not None and not bias.is_floating_point():
@@ -48,11 +57,25 @@ def check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | N
             raise ValueError(f"attention: {name} {tuple(extra.shape)} is no broadcast of {target}")
 
 
+def _check_intervals(q: Tensor, intervals: Tensor) -> None:
+    expected = f"int32 [1 or {q.shape[0]}, {q.shape[2]}, 1 or 2, 2]"
+    fits = intervals.dim() == 4 and intervals.dtype is torch.int32
+    if not fits or (
+        intervals.shape[0] not in (1, q.shape[0])
+        or intervals.shape[1] != q.shape[2]
+        or intervals.shape[2] not in (1, 2)
+        or intervals.shape[3] != 2
+    ):
+        got = f"{intervals.dtype} {tuple(intervals.shape)}"
+        raise ValueError(f"attention: intervals must be {expected}, got {got}")
+
+
 @torch.library.custom_op("mllm::attention", mutates_args=())
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    intervals: Tensor | None,
     mask: Tensor | None,
     bias: Tensor | None,
     causal: bool,
@@ -60,11 +83,11 @@ def attention(
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
     """(out [B, H, Q, E], lse [B, H, Q]); ``softcap`` 0 means none. See ``reference.attention``."""
-    check(q, k, v, mask, bias)
+    check(q, k, v, intervals, mask, bias)
     if cpu.supports(q, k, v, softcap):
-        out, lse = cpu.attention(q, k, v, mask, bias, causal, scale)
+        out, lse = cpu.attention(q, k, v, intervals, mask, bias, causal, scale)
     else:
-        out, lse = reference.attention(q, k, v, mask, bias, causal, scale, softcap)
+        out, lse = reference.attention(q, k, v, intervals, mask, bias, causal, scale, softcap)
     return _by_token(out), lse.contiguous()
 
 
@@ -73,13 +96,14 @@ def _(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    intervals: Tensor | None,
     mask: Tensor | None,
     bias: Tensor | None,
     causal: bool,
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    check(q, k, v, mask, bias)
+    check(q, k, v, intervals, mask, bias)
     lse = q.new_empty(q.shape[:3], dtype=reference.accumulation_dtype(q.dtype))
     return _empty_by_token(q, q.shape[1], q.shape[2], v.shape[3]), lse
 
@@ -93,6 +117,7 @@ def attention_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    intervals: Tensor | None,
     mask: Tensor | None,
     bias: Tensor | None,
     causal: bool,
@@ -102,11 +127,11 @@ def attention_backward(
     """Gradients of q, k and v, each in the shape of its input."""
     if cpu.supports(q, k, v, softcap):
         grads = cpu.attention_backward(
-            grad_out, grad_lse, q, k, v, out, lse, mask, bias, causal, scale
+            grad_out, grad_lse, q, k, v, out, lse, intervals, mask, bias, causal, scale
         )
     else:
         grads = reference.attention_backward(
-            grad_out, grad_lse, q, k, v, out, lse, mask, bias, causal, scale, softcap
+            grad_out, grad_lse, q, k, v, out, lse, intervals, mask, bias, causal, scale, softcap
         )
     return _by_token(grads[0]), _by_token(grads[1]), _by_token(grads[2])
 
@@ -127,24 +152,24 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, mask, bias, ctx.causal, ctx.scale, ctx.softcap = inputs
+    q, k, v, intervals, mask, bias, ctx.causal, ctx.scale, ctx.softcap = inputs
     if bias is not None and bias.requires_grad:
         raise ValueError(
             "attention: the operator has no gradient for bias; use plain operators "
             "(reference.attention) for a learned bias"
         )
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, mask, bias)
+    ctx.save_for_backward(q, k, v, *output, intervals, mask, bias)
 
 
 def _gradient(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse, mask, bias = ctx.saved_tensors
+    q, k, v, out, lse, *masks = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     grads = attention_backward(
-        grad_out, grad_lse, q, k, v, out, lse, mask, bias, ctx.causal, ctx.scale, ctx.softcap
+        grad_out, grad_lse, q, k, v, out, lse, *masks, ctx.causal, ctx.scale, ctx.softcap
     )
-    return (*grads, None, None, None, None, None)
+    return (*grads, None, None, None, None, None, None)
 
 
 attention.register_autograd(_gradient, setup_context=_setup_context)

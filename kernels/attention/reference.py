@@ -1,13 +1,17 @@
 """Attention by its definition and its gradient by the chain rule: what kernels are held to.
 
 Terms: q [B, H, Q, D], k [B, G, K, D], v [B, G, K, E] with G dividing H (head h reads key head
-h // (H/G)); ``mask`` is boolean, True where a query may see a key; ``bias`` is added to the scores;
-both broadcast to [B, H, Q, K]. With ``causal`` query i sees keys 0…i. A query that sees nothing
-gives zeros, a log-sum-exp of -inf and no gradient.
+h // (H/G)). ``intervals``, int32 [B|1, Q, n, 2] with n 1 or 2: query i may see the keys from start
+up to, not including, end of its n intervals; they are ascending, disjoint and inside [0, K], an
+empty one has start = end. ``mask`` is boolean, True where a query may see a key; ``bias`` is added
+to the scores; both broadcast to [B, H, Q, K]. With ``causal`` query i sees keys 0…i. All of them
+hold together. A query that sees nothing gives zeros, a log-sum-exp of -inf and no gradient.
 
 Everything is plain operators, in float64 for float64 inputs and in float32 for all others; the
 forward is differentiable by autograd in every floating input.
 """
+
+import functools
 
 import torch
 from torch import Tensor
@@ -23,12 +27,24 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def allowed_pairs(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
+def in_intervals(intervals: Tensor, first: int, end: int) -> Tensor:
+    """Boolean [B|1, 1, Q, end - first]: which of the keys first…end-1 lie in the intervals."""
+    places = torch.arange(first, end, dtype=intervals.dtype, device=intervals.device)
+    inside = (intervals[..., :1] <= places) & (places < intervals[..., 1:])
+    return (inside if inside.shape[2] == 1 else inside.any(2, keepdim=True)).transpose(1, 2)
+
+
+def allowed_pairs(
+    q: Tensor, k: Tensor, intervals: Tensor | None, mask: Tensor | None, causal: bool
+) -> Tensor | None:
     """Boolean, broadcastable to [B, H, Q, K]; None where every query sees every key."""
-    if not causal:
-        return mask
-    below = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    return below[None, None] if mask is None else mask & below
+    parts = [] if mask is None else [mask]
+    if intervals is not None:
+        parts.append(in_intervals(intervals, 0, k.shape[2]))
+    if causal:
+        below = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        parts.append(below[None, None])
+    return functools.reduce(torch.logical_and, parts) if parts else None
 
 
 def _raw_scores(q: Tensor, k: Tensor, scale: float, softcap: float) -> Tensor:
@@ -45,6 +61,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    intervals: Tensor | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     causal: bool = False,
@@ -59,9 +76,8 @@ def attention(
     """
     wide = accumulation_dtype(q.dtype)
     keys, values = repeat_heads(k, q.shape[1]).to(wide), repeat_heads(v, q.shape[1]).to(wide)
-    scores = _masked(
-        _raw_scores(q.to(wide), keys, scale, softcap), bias, allowed_pairs(q, k, mask, causal)
-    )
+    allowed = allowed_pairs(q, k, intervals, mask, causal)
+    scores = _masked(_raw_scores(q.to(wide), keys, scale, softcap), bias, allowed)
     if not k.shape[2]:
         return q.new_zeros(*q.shape[:3], v.shape[-1]), scores.new_full(q.shape[:3], float("-inf"))
     highest = scores.detach().amax(-1, keepdim=True)
@@ -84,6 +100,7 @@ def attention_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    intervals: Tensor | None,
     mask: Tensor | None,
     bias: Tensor | None,
     causal: bool,
@@ -98,7 +115,7 @@ def attention_backward(
     queries, keys = q.to(wide), repeat_heads(k, q.shape[1]).to(wide)
     values, grad = repeat_heads(v, q.shape[1]).to(wide), grad_out.to(wide)
     raw = _raw_scores(queries, keys, scale, softcap)
-    scores = _masked(raw, bias, allowed_pairs(q, k, mask, causal))
+    scores = _masked(raw, bias, allowed_pairs(q, k, intervals, mask, causal))
     weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1))
     offset = (grad * out.to(wide)).sum(-1)
     if grad_lse is not None:

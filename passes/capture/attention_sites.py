@@ -159,7 +159,7 @@ class AttentionSites:
         """The operator, or plain operators where it has no gradient or no random numbers."""
         batch = max(query.shape[0], key.shape[0])
         query, key, value = (x.expand(batch, -1, -1, -1) for x in (query, key, value))
-        arguments = (form.mask, form.bias, form.causal, form.scale, form.softcap)
+        arguments = (None, form.mask, form.bias, form.causal, form.scale, form.softcap)
         if form.needs_plain:
             out, lse = reference.attention(query, key, value, *arguments, form.dropout)
         else:

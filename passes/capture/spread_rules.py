@@ -233,7 +233,7 @@ def attention(node: fx.Node, lookup: Lookup) -> Spread:
     parts = [lookup(item) for item in node.args[:3]]
     joined = join([lookup(source) for source in node.all_input_nodes])
     out = parts[0].moved(lambda dim: dim if dim < 3 else None)
-    masks = [item for item in node.args[3:5] if isinstance(item, fx.Node)]
+    masks = [item for item in node.args[3:6] if isinstance(item, fx.Node)]
     places = {part.place_of(dim) for part in parts for dim in part.dims & {2, 3}}
     packed = any(lookup(item).batch for item in masks)
     if places and not packed and (not masks or any(size for _, size in places)):

@@ -1,7 +1,7 @@
 """Attention that is causal by position, where a rank has some of the queries and all keys.
 
-The operator's own rule counts from its first query. So the rule becomes a mask of this rank's query
-positions: these are divided as the queries are, whatever the split.
+The operator's own rule counts from its first query. So the rule becomes intervals that end behind
+this rank's query positions: these are divided as the queries are, whatever the split.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,16 +22,17 @@ QUERY_DIM = 2
 
 
 @dataclass
-class CausalMasks:
-    """The masks of one graph: one for all attentions with the same lengths and layouts."""
+class CausalIntervals:
+    """Those of one graph: one for all attentions with the same lengths and layouts."""
 
     local: LocalGraph
+    ends: dict[Any, fx.Node] = field(default_factory=dict)
     made: dict[Any, fx.Node] = field(default_factory=dict)
 
     def explicit(
         self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], layouts: Layouts
     ) -> tuple[Any, ...]:
-        """Arguments of an attention with a mask instead of ``causal``, if queries are divided.
+        """Arguments of an attention with intervals instead of ``causal``, if queries are divided.
 
         ``layouts`` are those of the queries; ``args`` and ``kwargs`` have local values.
         """
@@ -45,32 +46,39 @@ class CausalMasks:
         )
         if named["causal"] and any(layout.divided for layout in rows):
             queries, keys = (node.args[i].meta["val"].shape[QUERY_DIM] for i in (0, 1))  # type: ignore[union-attr]
-            named["mask"] = self._with_rule(node, named["mask"], (queries, keys, rows))
+            named["intervals"] = self._up_to_itself(
+                named["intervals"], (queries, keys, rows), node.meta
+            )
             named["causal"] = False
         return tuple(named.values())
 
-    def _with_rule(
-        self, node: fx.Node, mask: fx.Node | None, key: tuple[int, int, Layouts]
+    def _up_to_itself(
+        self, intervals: fx.Node | None, key: tuple[int, int, Layouts], meta: Meta
     ) -> fx.Node:
-        if key not in self.made:
-            self.made[key] = self._mask(*key, node.meta)
-        if mask is None:
-            return self.made[key]
-        return self._call(aten.bitwise_and.Tensor, (mask, self.made[key]), node.meta)
+        """``intervals``, or all keys, as far as they lie before the end of each query."""
+        if key not in self.ends:
+            self.ends[key] = self._ends(key[0], key[2], meta)
+        if (intervals, key) not in self.made:
+            within = intervals
+            if within is None:  # from 0 to the number of keys
+                within = self._call(aten.mul.Tensor, (self._numbers(2, meta), key[1]), meta)
+            ends = self.ends[key]
+            self.made[intervals, key] = self._call(aten.minimum.default, (within, ends), meta)
+        return self.made[intervals, key]
 
-    def _mask(self, queries: int, keys: int, rows: Layouts, meta: Meta) -> fx.Node:
-        """Boolean [1, 1, this rank's queries, keys]."""
+    def _ends(self, queries: int, rows: Layouts, meta: Meta) -> fx.Node:
+        """int32 [1, this rank's queries, 1, 1]: behind the last key that a query may see."""
         positions = Value("query_positions", (queries,), False, meta)
-        positions.forms[(R,) * len(rows)] = self._positions(queries, meta)
-        own = self._call(aten.unsqueeze.default, (self.local.form(positions, rows, meta), 1), meta)
-        mask = self._call(aten.ge.Tensor, (own, self._positions(keys, meta)), meta)
-        for _ in range(2):
-            mask = self._call(aten.unsqueeze.default, (mask, 0), meta)
-        return mask
+        positions.forms[(R,) * len(rows)] = self._numbers(queries, meta)
+        own = self.local.form(positions, rows, meta)
+        ends = self._call(aten.add.Tensor, (own, 1), meta)
+        for dim in (0, -1, -1):
+            ends = self._call(aten.unsqueeze.default, (ends, dim), meta)
+        return ends
 
-    def _positions(self, length: int, meta: Meta) -> fx.Node:
+    def _numbers(self, length: int, meta: Meta) -> fx.Node:
         device = meta["val"][0].device
-        return self._call(aten.arange.default, (length,), meta, device=device)
+        return self._call(aten.arange.default, (length,), meta, dtype=torch.int32, device=device)
 
     def _call(self, target: Any, args: tuple[Any, ...], meta: Meta, **kwargs: Any) -> fx.Node:
-        return self.local.call(target, args, kwargs, meta, "causal_mask")
+        return self.local.call(target, args, kwargs, meta, "causal_intervals")

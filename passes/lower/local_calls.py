@@ -22,8 +22,8 @@ from mllm_compile.passes.sharding.local_call import local_call
 from mllm_compile.passes.sharding.rules_index import numbered_dims
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-MASK = object()
-"""Stands for a causal mask of the queries at hand."""
+INTERVALS = object()
+"""Stands for the intervals of keys that the queries at hand see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +94,11 @@ def calls(node: fx.Node, rank: LocalRank, sharding: Sharding) -> list[Call]:
 def _attention(
     node: fx.Node, args: Any, kwargs: Any, queries: Layouts
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """All arguments; a mask of their own for queries that are divided, instead of ``causal``."""
+    """All arguments; intervals for queries that are divided, instead of ``causal``."""
     names = [item.name for item in schema_of(ATTENTION)]
     named = dict(zip(names, filled(node, args, kwargs), strict=True))
     if named["causal"] and any(each.divided and each.dim == QUERY_DIM for each in queries):
-        named |= {"mask": MASK, "causal": False}
+        named |= {"intervals": INTERVALS, "causal": False}
     return tuple(named.values()), {}
 
 

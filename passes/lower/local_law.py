@@ -6,6 +6,7 @@ and then held to it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from operator import getitem
 from typing import Any, NoReturn
 
@@ -20,7 +21,7 @@ from mllm_compile.compiler.plan import Plan
 from mllm_compile.compiler.sharding import Layouts, Sharding
 from mllm_compile.passes.lower.causal import QUERY_DIM
 from mllm_compile.passes.lower.extract import StageGraph
-from mllm_compile.passes.lower.local_calls import MASK, Made, Operand, Part, calls
+from mllm_compile.passes.lower.local_calls import INTERVALS, Made, Operand, Part, calls
 from mllm_compile.passes.lower.local_graph import CONVERT
 from mllm_compile.passes.lower.local_states import Held, Rows, cut, holding, rows_of, stands
 from mllm_compile.passes.lower.local_values import LocalRank
@@ -112,7 +113,7 @@ class _Follower:
         before: Any = (have, split_have, unit_have)
         after: Any = (want, split_want, unit_want)
         if isinstance(state, Rows) and have == "R":
-            self.states[node] = Rows(cut(self.rank, state.positions, at, after))
+            self.states[node] = replace(state, positions=cut(self.rank, state.positions, at, after))
             return
         if not isinstance(state, Held):
             _refuse(node, "a value to convert", str(state))
@@ -178,8 +179,8 @@ class _Follower:
                     _refuse(node, f"%{self.made[whole][other.place].name}", str(own))
             elif isinstance(other, Part):
                 self._part(node, own, self.made[whole][other.place], other)
-            elif other is MASK:
-                self._mask(node, whole, self.states.get(own))
+            elif other is INTERVALS:
+                self._intervals(node, whole, self.states.get(own))
             elif own is not other and (type(own) is not type(other) or own != other):
                 _refuse(node, str(other), str(own))
 
@@ -191,32 +192,34 @@ class _Follower:
         if root is not source or self.states.get(own) != expected:
             _refuse(node, f"of %{source.name} {expected}", f"%{root}: {self.states.get(own)}")
 
-    def _mask(self, node: fx.Node, whole: fx.Node, state: State | None) -> None:
-        """A mask of the positions of this rank's queries, within the mask of the model."""
-        query, *_ = sources = _sources(whole)
+    def _intervals(self, node: fx.Node, whole: fx.Node, state: State | None) -> None:
+        """Up to this rank's own queries, within the intervals of the model or all keys."""
+        query, key, *_ = _sources(whole)
         held = self._held(query, self._layouts(whole, 0, "inputs"))
-        mask = None
-        if len(sources) > 3:
-            mask = self._held(sources[3], self._layouts(whole, 3, "inputs"))
-        expected = Rows(rows_of(self.rank, held, QUERY_DIM), mask)
+        within: Held | int = key.meta["val"].shape[QUERY_DIM]
+        if isinstance(whole.args[3], fx.Node):
+            within = self._held(whole.args[3], self._layouts(whole, 3, "inputs"))
+        expected = Rows(rows_of(self.rank, held, QUERY_DIM), 1, within)
         if state != expected:
             _refuse(node, str(expected), str(state))
 
     def _rows(self, node: fx.Node) -> Rows:
-        """A node of the mask that lowering makes of a rule by position."""
-        first, *rest = [self.states.get(argument) for argument in node.all_input_nodes] or [None]
+        """A node of the intervals that lowering makes of a rule by position."""
+        first, second = [*map(self._state, node.args), None, None][:2]
         if node.target is aten.arange.default:
             return Rows(Holding.whole(node.args))  # type: ignore[arg-type]
         if node.target is aten.unsqueeze.default and isinstance(first, Rows):
             return first
-        if node.target is aten.ge.Tensor and isinstance(first, Rows):
-            keys = Rows(Holding.whole(node.meta["val"].shape[-1:]))
-            if rest == [keys] or (not rest and first == keys):
-                return first
-        is_held = isinstance(first, Held) and rest and isinstance(rest[0], Rows)
-        if node.target is aten.bitwise_and.Tensor and is_held:
-            return Rows(rest[0].positions, first)  # type: ignore[union-attr, arg-type]
-        _refuse(node, "a node of the stage, a conversion or a causal mask", str(node.target))
+        if node.target is aten.add.Tensor and isinstance(first, Rows) and second == 1:
+            return replace(first, end=first.end + 1)
+        if node.target is aten.mul.Tensor and first == Rows(Holding.whole((2,))):
+            return Rows(first.positions, within=second)
+        if node.target is aten.minimum.default and isinstance(second, Rows):
+            return replace(second, within=first.within if isinstance(first, Rows) else first)
+        _refuse(node, "a node of the stage, a conversion or causal intervals", str(node.target))
+
+    def _state(self, argument: Any) -> Any:
+        return self.states.get(argument) if isinstance(argument, fx.Node) else argument
 
     def _results(self, node: fx.Node) -> None:
         """Sent values leave as the plan says, all others whole."""

@@ -25,13 +25,19 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A mask of causality that lowering made: the positions of its rows, and the mask within it."""
+    """Intervals of causality that lowering made, or a step on the way there.
+
+    ``positions`` of the rows, ``end``: how far behind them their keys end, ``within``: the
+    intervals of the model, or the number of all keys, once they are in.
+    """
 
     positions: Holding
-    mask: Held | None = None
+    end: int = 0
+    within: Held | int | None = None
 
     def __str__(self) -> str:
-        return f"a causal mask of the rows {self.positions.region} with {self.mask or 'no other'}"
+        where = f"{self.within} keys" if isinstance(self.within, int) else self.within
+        return f"intervals up to {self.end} behind the rows {self.positions.region} within {where}"
 
 
 @lru_cache(maxsize=65536)

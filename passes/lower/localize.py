@@ -19,7 +19,7 @@ from mllm_compile.compiler.layout import Layout, R
 from mllm_compile.compiler.plan import Plan
 from mllm_compile.compiler.sharding import Layouts, Sharding, Strategy
 from mllm_compile.kernels.collective.members import Member
-from mllm_compile.passes.lower.causal import ATTENTION, CausalMasks
+from mllm_compile.passes.lower.causal import ATTENTION, CausalIntervals
 from mllm_compile.passes.lower.extract import StageGraph
 from mllm_compile.passes.lower.local_graph import LocalGraph, Value
 from mllm_compile.passes.lower.local_values import LocalRank, Shape
@@ -63,7 +63,7 @@ class _Localizer:
     def __init__(self, plan: Plan, sharding: Sharding, rank: LocalRank) -> None:
         self.plan, self.sharding, self.rank = plan, sharding, rank
         self.local = LocalGraph(rank)
-        self.masks = CausalMasks(self.local)
+        self.causal = CausalIntervals(self.local)
         self.values: dict[fx.Node, Value] = {}
         self.tuples: dict[fx.Node, tuple[fx.Node, list[Layouts]]] = {}
 
@@ -116,7 +116,7 @@ class _Localizer:
             made = masked_rows_call(self.local, node, operands, _inputs(strategies, 0))
         else:
             if node.target is ATTENTION:
-                args = self.masks.explicit(node, args, kwargs, _inputs(strategies, 0))
+                args = self.causal.explicit(node, args, kwargs, _inputs(strategies, 0))
                 kwargs = {}
             shapes = [tuple(operand.meta["val"].shape) for operand in operands]
             made = local_call(emit, node, args, kwargs, shapes, results)

@@ -36,9 +36,10 @@ def layer_norm(call: Call) -> str:
 def attention(call: Call) -> str:
     """Samples, heads (in groups that share a key) and queries are free; mask and bias broadcast.
 
-    Lowering writes the plain causal flag of divided queries out as a mask.
+    Lowering writes the plain causal flag of divided queries out as intervals.
     """
-    extra = ", b (g r) s t!" * (len(call.inputs) - 3)
+    extra = ", b s n! i!" if call["intervals"] is not None else ""
+    extra += ", b (g r) s t!" * sum(call[name] is not None for name in ("mask", "bias"))
     return f"b (g r) s d!, b g t! d!, b g t! e!{extra} -> b (g r) s e!, b (g r) s"
 
 
