@@ -157,6 +157,19 @@ class Graph:
                 occurrence[owner] += 1
         return found
 
+    @cached_property
+    def operations(self) -> dict[Site, fx.Node]:
+        """Every placed node that reads no parameter, by owner, operator and occurrence."""
+        found: dict[Site, fx.Node] = {}
+        occurrence: Counter[tuple[str, str]] = Counter()
+        reading = set(self.sites.values())
+        for node in self.placed:
+            if node not in reading:
+                what = node.meta.get("owner", ""), str(node.target)
+                found[*what, occurrence[what]] = node
+                occurrence[what] += 1
+        return found
+
     def parameters_read(self, node: fx.Node) -> Iterator[str]:
         """Names of the parameters that the node itself takes as arguments."""
         for source in node.all_input_nodes:

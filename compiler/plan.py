@@ -31,7 +31,10 @@ class NodeCost:
 
 
 Site = tuple[str, str, int]
-"""Where a parameter is read: (owner path of the reading node, parameter FQN, occurrence)."""
+"""Where a parameter is read: (owner path of the reading node, parameter FQN, occurrence).
+
+With an operator in place of the parameter: one of the nodes that read none.
+"""
 
 
 Held = tuple[int, str]
@@ -46,7 +49,9 @@ class Plan:
     the loss, ``grad_edges`` the (source, reader) pairs over which it comes. ``module_of`` maps
     every non-replicated node to the request module that runs it. ``placement`` maps every site at
     which a parameter is read to its stage: other programs of the same model (other image counts,
-    no images) are cut by it, so that a parameter never moves. ``home`` maps every parameter of the
+    no images) are cut by it, so that a parameter never moves. It also holds the operators that the
+    parameters leave a choice of stages: other programs follow where they can, so that the same
+    values cross. ``home`` maps every parameter of the
     model, used or not, to the one stage that accounts for it. ``shardings`` has one entry for every
     module of the request; ``given_layouts`` are those that other programs' plans have decided for
     parameters, which keep them.

@@ -64,19 +64,23 @@ class Variant:
         ]
 
 
-def union(variants: Iterable[Variant]) -> Variant:
-    """What several lanes of one microbatch ask for together; a lane skips what it does not need."""
+def union(variants: Iterable[tuple[Variant, frozenset[int]]]) -> Variant:
+    """What the lanes of one microbatch ask for together; a lane skips what it does not need.
+
+    With each variant come the stages whose ranks run it: modules of other data sizes run other
+    programs. Between two such stages both have the boundary, or neither.
+    """
     each = tuple(dict.fromkeys(variants))
-    if len(each) == 1:
-        return each[0]
     crossing: dict[tuple[int, int], dict[str, bool]] = {}
-    for boundary in (boundary for variant in each for boundary in variant.boundaries):
-        values = crossing.setdefault((boundary.source, boundary.target), {})
-        for value in boundary.values:
-            values[value] = values.get(value, False) or value in boundary.gradients
+    for variant, stages in each:
+        for boundary in variant.boundaries:
+            if stages & {boundary.source, boundary.target}:
+                values = crossing.setdefault((boundary.source, boundary.target), {})
+                for value in boundary.values:
+                    values[value] = values.get(value, False) or value in boundary.gradients
     return Variant(
-        frozenset().union(*(variant.computes for variant in each)),
-        frozenset().union(*(variant.trains for variant in each)),
+        frozenset().union(*(variant.computes & stages for variant, stages in each)),
+        frozenset().union(*(variant.trains & stages for variant, stages in each)),
         tuple(
             Boundary(source, target, tuple(values), tuple(v for v in values if values[v]))
             for (source, target), values in sorted(crossing.items())

@@ -190,7 +190,11 @@ class Compiler:
 
     def _schedule(self, microbatches: Sequence[Mapping[int, tuple[Lane, ...]]]) -> Schedule:
         variants = tuple(
-            union(self._variant(lane.plan) for each in lanes.values() for lane in each)
+            union(
+                (self._variant(lane.plan), self._stages_with(count))
+                for count, each in lanes.items()
+                for lane in each
+            )
             for lanes in microbatches
         )
         if variants not in self._schedules:
@@ -199,6 +203,11 @@ class Compiler:
             dry_run(made, stages, variants)
             self._schedules[variants] = made
         return self._schedules[variants]
+
+    def _stages_with(self, lanes: int) -> frozenset[int]:
+        modules = self.request.modules
+        stages = self.plans[0].stages
+        return frozenset(s.index for s in stages if modules[s.module].parallel.data == lanes)
 
     def _variant(self, plan: Plan) -> Variant:
         if id(plan) not in self._variants:

@@ -3,7 +3,8 @@
 Stages are numbered in the order of the request's modules, and every value flows to a higher number.
 Modules are cut where the simulated step is shortest, among the candidates of passes/cuts.py, one
 module after another. Sites whose stage is given (``placement``, of another program of the same
-model) keep it, so that no parameter moves; only the rest is decided.
+model) keep it, so that no parameter moves, and operators between them follow it as far as they can,
+so that data lanes with other programs exchange the same values; only the rest is decided.
 """
 
 from collections.abc import Mapping
@@ -32,10 +33,30 @@ def partition(plan: Plan, placement: Mapping[Site, int] | None = None) -> Plan:
         plan = replace(plan, placement=placement, module_of=modules)
     check_order(graph, plan.request)
     check_glue(graph, plan.request, plan.module_of)
-    pins = pinned(graph, plan)
-    chains = [chain(graph, plan, module, pins) for module in range(len(plan.request.modules))]
-    options = [candidates(each) for each in chains]
-    return _best(graph, plan, chains, options)
+    chains = _chains(graph, plan)
+    made = _best(graph, plan, chains, [candidates(each) for each in chains])
+    return replace(
+        made, placement=dict(sorted({**_undecided(graph, made), **made.placement}.items()))
+    )
+
+
+def _chains(graph: Graph, plan: Plan) -> list[Chain]:
+    pins, wishes = pinned(graph, plan), _wished(graph, plan)
+    modules = range(len(plan.request.modules))
+    return [chain(graph, plan, module, pins, wishes) for module in modules]
+
+
+def _undecided(graph: Graph, plan: Plan) -> dict[Site, int]:
+    """The stage of every operator that its neighbours among the sites leave a choice."""
+    stage_of = {name: stage.index for stage in plan.stages for name in stage.nodes}
+    free = {
+        node
+        for each in _chains(graph, plan)
+        for unit in each.units
+        if unit.lowest < unit.highest
+        for node in unit.nodes
+    }
+    return {site: stage_of[n.name] for site, n in graph.operations.items() if n in free}
 
 
 def _best(graph: Graph, plan: Plan, chains: list[Chain], options: list[tuple[Cuts, ...]]) -> Plan:
@@ -78,6 +99,16 @@ def _homes(graph: Graph, plan: Plan, placement: Mapping[Site, int]) -> dict[str,
         module = module_of_path(plan.request, name)
         homes[name] = readers.get(name, firsts[module or 0])
     return homes
+
+
+def _wished(graph: Graph, plan: Plan) -> dict[fx.Node, int]:
+    """Stage within its module that another program gave to the same operator."""
+    firsts = first_stages(plan.request)
+    return {
+        node: plan.placement[site] - firsts[plan.module_of[node.name]]
+        for site, node in graph.operations.items()
+        if site in plan.placement
+    }
 
 
 def pinned(graph: Graph, plan: Plan) -> dict[fx.Node, int]:

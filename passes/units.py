@@ -8,13 +8,14 @@ that ordering by them first keeps the order topological and makes the pins monot
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import fx
 
 from mllm_compile.compiler.errors import RequestError, explain
@@ -60,11 +61,23 @@ class Chain:
         return tuple(windows)
 
 
-def chain(graph: Graph, plan: Plan, module: int, pins: Mapping[fx.Node, int]) -> Chain:
-    """Order the nodes of one module; ``pins`` gives the stage (from 0) of site-reading nodes."""
+def chain(
+    graph: Graph,
+    plan: Plan,
+    module: int,
+    pins: Mapping[fx.Node, int],
+    wishes: Mapping[fx.Node, int],
+) -> Chain:
+    """Order the nodes of one module.
+
+    ``pins`` gives the stage (from 0) of nodes that read sites, ``wishes`` that of others, which
+    they get as far as the pins allow.
+    """
     own = [node for node in graph.placed if plan.module_of[node.name] == module]
     spec = plan.request.modules[module]
-    units = _Order(graph, plan, own, pins, spec.parallel.pipeline, spec.name).units()
+    order = _Order(graph, plan, own, pins, spec.parallel.pipeline, spec.name)
+    order.follow(wishes)
+    units = order.units()
     return Chain(
         name=spec.name,
         units=units,
@@ -87,17 +100,19 @@ class _Order:
         stages: int,
         name: str,
     ) -> None:
-        self.graph, self.pins, self.name = graph, pins, name
+        self.graph, self.name = graph, name
         inside = set(own)
+        joined = _with_bias(graph, own)
         self.leader: dict[fx.Node, fx.Node] = {}
         self.members: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in own:
             reader = graph.reader[node]
-            self.leader[node] = reader if reader in inside else node
+            self.leader[node] = joined.get(reader, reader) if reader in inside else node
         for node in own:
             if is_element(node):
                 self.leader[node] = self.leader[node.all_input_nodes[0]]
             self.members[self.leader[node]].append(node)
+        self.pins = {self.leader[node]: pins[node] for node in own if node in pins}
         self.leaders = sorted(self.members, key=graph.index.__getitem__)
         self.sinking = self._sinking(bound_modules(graph, plan.request))
         self.place = self._places()
@@ -175,6 +190,17 @@ class _Order:
             highest[node] = self.pins.get(node, limit)
         return lowest, highest
 
+    def follow(self, wishes: Mapping[fx.Node, int]) -> None:
+        """Narrow the bounds to what is wished, within those that pins leave."""
+        for node in self.leaders:
+            lowest = max(self.lowest[n] for n in (node, *self._sources(node)))
+            wish = min(wishes.get(node, lowest), self.highest[node])
+            self.lowest[node] = max(lowest, wish)
+        for node in reversed(self.leaders):
+            highest = min(self.highest[n] for n in (node, *self._readers(node)))
+            wish = max(wishes.get(node, highest), self.lowest[node])
+            self.highest[node] = min(highest, wish)
+
     def _check(self, node: fx.Node, lowest: int, pin: int) -> None:
         if lowest > pin:
             raise RequestError(
@@ -186,6 +212,30 @@ class _Order:
                     "plan this program first, or give the module pipeline = 1",
                 )
             )
+
+
+def _with_bias(graph: Graph, own: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """For every product to which its module adds a bias, and the views between: the addition.
+
+    Whether torch takes one operator for both depends on shapes, which other programs do not share.
+    """
+    reading = set(graph.sites.values())
+    found: dict[fx.Node, fx.Node] = {}
+    for node in own:
+        if node.target is torch.ops.aten.add.Tensor and any(graph.parameters_read(node)):
+            found |= dict.fromkeys(_product(graph, node, reading), node)
+    return found
+
+
+def _product(graph: Graph, addition: fx.Node, reading: Collection[fx.Node]) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    while not found or found[-1] not in reading:
+        node = found[-1] if found else addition
+        sources = [source for source in node.all_input_nodes if source not in graph.weights]
+        if len(sources) != 1 or sources[0].meta.get("owner") != addition.meta.get("owner"):
+            return []
+        found += sources
+    return found
 
 
 def _work(plan: Plan, unit: Unit) -> tuple[int, int, int]:

@@ -68,6 +68,27 @@ def test_a_weight_of_two_modules_of_other_sizes(
     assert_passed(verify(request, workload_of("gemma3"), in_process=True))
 
 
+CUT: list[tuple[str, list[Sizes], int]] = [
+    # a normalisation, a product and the views around them, in other programs on every side
+    ("gemma3", [{}, {"pipeline": 2}, {"data": 2}], 4),
+    # lanes of two samples and of one: a product and its bias are one operator or two
+    ("llava", [{}, {"pipeline": 2, "data": 2}, {}], 3),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "samples"), CUT)
+def test_lanes_with_other_programs_are_cut_alike(
+    name: str, sizes: list[Sizes], samples: int
+) -> None:
+    modules, first = [], 0
+    for paths, axes in zip(MODULES[name], sizes, strict=True):
+        parallel = Parallel(**axes)
+        modules.append(ModuleSpec(paths, tuple(range(first, first + parallel.size)), parallel))
+        first += parallel.size
+    request = Request(tuple(modules), microbatch_size=samples, dtype="float64")
+    assert_passed(verify(request, workload_of(name), in_process=True))
+
+
 def agrees(name: str, parts: list[tuple[int, Sizes]]) -> None:
     modules = []
     for paths, (first, sizes) in zip(MODULES[name], parts, strict=True):

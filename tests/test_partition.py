@@ -350,7 +350,8 @@ def test_any_placement_is_kept(cut):
     limit = Graph(program).index[nodes[order[cut]]]
     placement = {s: int(Graph(program).index[nodes[s]] >= limit) for s in sites}
     plan = make_plan(request(("", 2)), program, placement)
-    assert plan.placement == placement
+    assert placement.items() <= plan.placement.items()
+    assert set(plan.placement) - set(placement) <= set(Graph(program).operations)
 
 
 def test_contradicting_placements_are_refused():

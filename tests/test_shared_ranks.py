@@ -80,11 +80,22 @@ def test_one_rank_stands_for_those_with_the_same_stages() -> None:
 def test_lanes_without_a_modality_join_those_with_it() -> None:
     full = variant(encoders(1, llm=2))
     text = text_only(full, 1)
-    assert union([text, full, text]) == full
-    assert union([text, text]) == text
+    every = frozenset(range(3))
+    assert union([(text, every), (full, every), (text, every)]) == full
+    assert union([(text, every), (text, every)]) == text
     frozen = variant(encoders(1, llm=2), frozen=[(0, 1)], trains={1, 2})
-    joined = union([frozen, full])
+    joined = union([(frozen, every), (full, every)])
     assert joined == Variant(full.computes, full.trains, full.boundaries)
+
+
+def test_a_program_counts_for_the_stages_that_run_it() -> None:
+    """Stages 0 and 1 run whole microbatches, stage 2 lanes that are cut otherwise."""
+    whole, lane = variant([(0, 1), (1, 2)]), variant([(0, 2), (1, 2)])
+    joined = union([(whole, frozenset({0, 1})), (lane, frozenset({2}))])
+    assert [(b.source, b.target) for b in joined.boundaries] == [(0, 1), (0, 2), (1, 2)]
+    other = variant([(0, 1), (0, 2), (1, 2)])
+    joined = union([(whole, frozenset({0, 1, 2})), (other, frozenset())])
+    assert joined == whole
 
 
 def test_receives_that_overtake_each_other_between_two_ranks_are_refused() -> None:
