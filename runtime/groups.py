@@ -7,7 +7,7 @@ backend instead.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,12 @@ class Group:
         """Part i goes to member i; returns what the members sent here, of ``shapes``."""
         return self._exchange(parts, shapes, "all_to_all")
 
+    def start_all_to_all(
+        self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape]
+    ) -> Callable[[], list[torch.Tensor]]:
+        """The same, under way until the result is called for."""
+        return self._start(parts, shapes, "all_to_all")
+
     def reduce_scatter(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Part i goes to member i; returns the sum of what was sent here."""
         return self._reduce_scatter(parts, "reduce_scatter")
@@ -75,6 +81,11 @@ class Group:
     def _exchange(
         self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape], purpose: str
     ) -> list[torch.Tensor]:
+        return self._start(parts, shapes, purpose)()
+
+    def _start(
+        self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape], purpose: str
+    ) -> Callable[[], list[torch.Tensor]]:
         purpose = f"{purpose} of ranks {', '.join(map(str, self.ranks))}"
         own = parts[self.place]
         received = [own if i == self.place else own.new_empty(s) for i, s in enumerate(shapes)]
@@ -82,11 +93,18 @@ class Group:
         try:
             handles = [self._links.receive(received[i], peer, purpose) for i, peer in others]
             handles += [self._links.send(wire(parts[i]), peer, purpose) for i, peer in others]
-            for handle in handles:
-                handle.wait()
         except PeerLostError as error:
             raise PeerLostError(f"{purpose}: {error}") from error
-        return received
+
+        def finish() -> list[torch.Tensor]:
+            try:
+                for handle in handles:
+                    handle.wait()
+            except PeerLostError as error:
+                raise PeerLostError(f"{purpose}: {error}") from error
+            return received
+
+        return finish
 
 
 class NativeGroup(Group):
@@ -118,20 +136,27 @@ class NativeGroup(Group):
         self._call("all_reduce", dist.all_reduce, _flat(out), kind)
         return out
 
-    def _exchange(
+    def _start(
         self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape], purpose: str
-    ) -> list[torch.Tensor]:
+    ) -> Callable[[], list[torch.Tensor]]:
         out = [parts[0].new_empty(tuple(shape)) for shape in shapes]
         given, got = (torch.cat([_flat(part) for part in side]) for side in (parts, out))
         sizes = [[_flat(part).numel() for part in side] for side in (out, parts)]
-        self._call(purpose, dist.all_to_all_single, got, given, *sizes)
-        for part, piece in zip(out, torch.split(got, sizes[0]), strict=True):
-            _flat(part).copy_(piece)
-        return out
+        work = self._call(purpose, dist.all_to_all_single, got, given, *sizes, async_op=True)
 
-    def _call(self, purpose: str, collective: Callable[..., object], *arguments: object) -> None:
+        def finish() -> list[torch.Tensor]:
+            self._call(purpose, lambda group: work.wait())
+            for part, piece in zip(out, torch.split(got, sizes[0]), strict=True):
+                _flat(part).copy_(piece)
+            return out
+
+        return finish
+
+    def _call(
+        self, purpose: str, collective: Callable[..., Any], *arguments: Any, **options: Any
+    ) -> Any:
         try:
-            collective(*arguments, group=self._group)
+            return collective(*arguments, group=self._group, **options)
         except RuntimeError as error:
             ranks = ", ".join(map(str, self.ranks))
             raise PeerLostError(f"{purpose} of ranks {ranks}: {reason(error)}") from error

@@ -67,6 +67,10 @@ class ThreadCommunicator:
         assert [list(part.shape) for part in arrived] == [list(shape) for shape in shapes]
         return arrived
 
+    def start_all_to_all(self, parts, shapes):
+        arrived = self.all_to_all(parts, shapes)
+        return lambda: arrived
+
 
 def run_ranks(axes: Mapping[str, int], function: Callable[[dict[str, int]], object]):
     """``function(places)`` in a thread for every rank of a grid, the last axis fastest.

@@ -15,12 +15,13 @@ from torch.utils.flop_counter import register_flop_formula
 from mllm_compile.kernels.attention import cpu, reference
 
 
-def _by_token(x: Tensor) -> Tensor:
+def by_token(x: Tensor) -> Tensor:
     """The same values, laid out as [B, S, H, D] in memory."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _empty_by_token(x: Tensor, heads: int, length: int, size: int) -> Tensor:
+def empty_by_token(x: Tensor, heads: int, length: int, size: int) -> Tensor:
+    """[B, heads, length, size] in that layout."""
     return x.new_empty(x.shape[0], length, heads, size).transpose(1, 2)
 
 
@@ -88,7 +89,7 @@ def attention(
         out, lse = cpu.attention(q, k, v, intervals, mask, bias, causal, scale)
     else:
         out, lse = reference.attention(q, k, v, intervals, mask, bias, causal, scale, softcap)
-    return _by_token(out), lse.contiguous()
+    return by_token(out), lse.contiguous()
 
 
 @attention.register_fake
@@ -105,7 +106,7 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     check(q, k, v, intervals, mask, bias)
     lse = q.new_empty(q.shape[:3], dtype=reference.accumulation_dtype(q.dtype))
-    return _empty_by_token(q, q.shape[1], q.shape[2], v.shape[3]), lse
+    return empty_by_token(q, q.shape[1], q.shape[2], v.shape[3]), lse
 
 
 @torch.library.custom_op("mllm::attention_backward", mutates_args=())
@@ -133,7 +134,7 @@ def attention_backward(
         grads = reference.attention_backward(
             grad_out, grad_lse, q, k, v, out, lse, intervals, mask, bias, causal, scale, softcap
         )
-    return _by_token(grads[0]), _by_token(grads[1]), _by_token(grads[2])
+    return by_token(grads[0]), by_token(grads[1]), by_token(grads[2])
 
 
 @attention_backward.register_fake
@@ -146,7 +147,7 @@ def _(
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     def like(x: Tensor) -> Tensor:
-        return _empty_by_token(x, x.shape[1], x.shape[2], x.shape[3])
+        return empty_by_token(x, x.shape[1], x.shape[2], x.shape[3])
 
     return like(q), like(k), like(v)
 

@@ -6,7 +6,7 @@ the thread: ranks may be threads of one process.
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -36,6 +36,11 @@ class Communicator(Protocol):
 
     def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
         """What every rank has for this one (of ``shapes``); ``parts`` are for each of them."""
+
+    def start_all_to_all(
+        self, parts: Sequence[Tensor], shapes: Sequence[Shape]
+    ) -> Callable[[], list[Tensor]]:
+        """The same, under way until the result is called for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,114 @@
+"""Which keys a rank of a divided sequence fetches, and its intervals in terms of what it then has.
+
+Keys stay in ascending order of their places in the sequence, so an interval of keys remains one
+among those at hand: no kernel needs to know that keys are missing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from mllm_compile.compiler.split import Split
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class KeyExchange:
+    """One rank's part in the exchange for one mask.
+
+    ``sends``: for every rank the places, among the own keys, of those that it needs; none for
+    itself. ``counts``: how many keys come from every rank. ``own_order`` and ``fetched_order`` sort
+    the own keys, and all that came, one rank behind the other, by their places in the sequence.
+    ``own`` and ``fetched``: int32 [1, queries, n, 2], what the own queries see of either.
+    """
+
+    sends: tuple[Tensor, ...]
+    counts: tuple[int, ...]
+    own_order: Tensor
+    fetched_order: Tensor
+    own: Tensor
+    fetched: Tensor
+
+    def on(self, device: torch.device) -> "KeyExchange":
+        """The same with its tensors on a device."""
+        own_order, fetched_order, own, fetched = (
+            each.to(device)
+            for each in (self.own_order, self.fetched_order, self.own, self.fetched)
+        )
+        sends = tuple(each.to(device) for each in self.sends)
+        return KeyExchange(sends, self.counts, own_order, fetched_order, own, fetched)
+
+
+def key_exchange(intervals: Tensor, queries: Split, keys: Split, place: int) -> KeyExchange:
+    """The exchange of the rank at ``place``.
+
+    Args:
+        intervals: int32 [S, n, 2] of all queries, as ``mllm::attention`` takes them.
+        queries: how the S queries are divided.
+        keys: how the keys are divided, among as many ranks.
+        place: of the rank along the axis.
+
+    """
+    bounds = intervals.numpy()
+    held = [_positions(keys, rank) for rank in range(keys.ranks)]
+    rows = [_positions(queries, rank) for rank in range(queries.ranks)]
+    mine = held[place]
+    sends = [
+        _among(mine, bounds[rows[rank]], keys.length) if rank != place else mine[:0]
+        for rank in range(keys.ranks)
+    ]
+    own = bounds[rows[place]]
+    arriving = [
+        theirs[_among(theirs, own, keys.length)] if rank != place else theirs[:0]
+        for rank, theirs in enumerate(held)
+    ]
+    fetched = np.concatenate(arriving)
+    return KeyExchange(
+        tuple(map(torch.from_numpy, sends)),
+        tuple(map(len, arriving)),
+        torch.from_numpy(np.argsort(mine)),
+        torch.from_numpy(np.argsort(fetched)),
+        _translated(own, np.sort(mine)),
+        _translated(own, np.sort(fetched)),
+    )
+
+
+def causal_intervals(intervals: Tensor | None, queries: int, keys: int, causal: bool) -> Tensor:
+    """int32 [B|1, queries, n, 2]: ``intervals`` (all keys if None), up to itself if ``causal``."""
+    if intervals is None:
+        intervals = torch.tensor([0, keys], dtype=torch.int32).expand(1, queries, 1, 2)
+    if causal:
+        ends = torch.arange(1, queries + 1, dtype=torch.int32)
+        intervals = torch.minimum(intervals, ends[:, None, None])
+    return intervals
+
+
+def _positions(split: Split, rank: int) -> Ints:
+    ranges = [np.arange(start, stop) for start, stop in split.parts[rank]]
+    return np.concatenate([np.arange(0), *ranges])
+
+
+def _among(positions: Ints, bounds: npt.NDArray[np.int32], length: int) -> Ints:
+    """The places among ``positions`` of keys that any of the rows sees."""
+    change = np.zeros(length + 1, np.int64)
+    np.add.at(change, bounds[..., 0].ravel(), 1)
+    np.add.at(change, bounds[..., 1].ravel(), -1)
+    return np.flatnonzero(np.cumsum(change)[positions] > 0)
+
+
+def _translated(bounds: npt.NDArray[np.int32], positions: Ints) -> Tensor:
+    """Intervals of places in the sequence as intervals of ascending ``positions``."""
+    found = np.searchsorted(positions, bounds).astype(np.int32)
+    return torch.from_numpy(found)[None]
+
+
+def shared(exchanges: Sequence[KeyExchange], batch: int) -> list[tuple[slice, KeyExchange]]:
+    """The samples of a batch that take part in each exchange: all of them, or one each."""
+    if len(exchanges) == 1:
+        return [(slice(0, batch), exchanges[0])]
+    return [(slice(i, i + 1), each) for i, each in enumerate(exchanges)]
