@@ -102,7 +102,11 @@ def test_every_rank_has_its_part_of_the_whole(splits, mask):
     if "causal" in mask and queries != keys:
         pytest.skip("causal attention has as many keys as queries")
     count = {"one": 1, "two": 2, "one, causal": 1}.get(mask)
-    for batch, groups, softcap, shared in ((1, 4, 0.0, True), (2, 2, 0.0, False), (2, 1, 5.0, True)):
+    for batch, groups, softcap, shared in (
+        (1, 4, 0.0, True),
+        (2, 2, 0.0, False),
+        (2, 1, 5.0, True),
+    ):
         intervals = None
         if count is not None:
             intervals = drawn(1 if shared else batch, queries, count, keys)

@@ -9,7 +9,7 @@ Joining partial softmax results: online softmax as in FlashAttention (arXiv 2205
 what is needed: as in MagiAttention (arXiv 2505.13211).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,9 +45,7 @@ def _exchanges(
         lengths = [split.length for split in splits]
         on_host = None if intervals is None else intervals.cpu()
         every = causal_intervals(on_host, lengths[0], lengths[1], causal)
-        known[key] = tuple(
-            key_exchange(each, *splits, place).on(like.device) for each in every
-        )
+        known[key] = tuple(key_exchange(each, *splits, place).on(like.device) for each in every)
     found: Exchanges = known[key]
     return found
 
@@ -81,7 +79,7 @@ class _Fetch:
     def fetched(self) -> list[tuple[Tensor, Tensor]]:
         """By group of samples: the keys and values that came, in the order of the sequence."""
         parts = self._wait()
-        by_rank = [part.split(self._sizes(rank)) for rank, part in enumerate(parts)]
+        by_rank = [torch.split(part, self._sizes(rank)) for rank, part in enumerate(parts)]
         found = []
         for place, (at, each) in enumerate(self.groups):
             came = [
@@ -109,10 +107,11 @@ class _Fetch:
         back: list[list[Tensor]] = [[] for _ in range(self.me.size)]
         for (_, each), grads in zip(self.groups, fetched, strict=True):
             unsorted = torch.cat(grads, -1).index_select(2, torch.argsort(each.fetched_order))
-            for rank, part in enumerate(unsorted.split(list(each.counts), 2)):
+            for rank, part in enumerate(torch.split(unsorted, list(each.counts), 2)):
                 back[rank].append(part.flatten())
         shapes = [
-            [sum(torch.Size(s).numel() for s in self._leaving(rank))] for rank in range(self.me.size)
+            [sum(torch.Size(s).numel() for s in self._leaving(rank))]
+            for rank in range(self.me.size)
         ]
         parts = self.me.communicator.all_to_all([torch.cat(each) for each in back], shapes)
         made = [
@@ -121,7 +120,7 @@ class _Fetch:
         ]
         for rank, part in enumerate(parts):
             leaving = self._leaving(rank)
-            pieces = part.split([torch.Size(shape).numel() for shape in leaving])
+            pieces = torch.split(part, [torch.Size(shape).numel() for shape in leaving])
             for total, (_, each), piece, shape in zip(
                 made, self.groups, pieces, leaving, strict=True
             ):
@@ -133,9 +132,7 @@ class _Fetch:
         return [self._shape(at, len(each.sends[rank])) for at, each in self.groups]
 
 
-def _joined(
-    out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor
-) -> tuple[Tensor, Tensor]:
+def _joined(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Two attentions of the same queries to different keys as one, in the accumulation dtype."""
     total = torch.logaddexp(lse, more_lse)
     nothing = total == float("-inf")
@@ -181,11 +178,11 @@ def context_attention(
     fetch = _Fetch(k, v, _exchanges(intervals, causal, queries, keys, me.place, q), me)
 
     def attend(own: tuple[Tensor, Tensor], at: slice, mask: Tensor) -> tuple[Tensor, Tensor]:
-        return op.attention(q[at], *own, mask, None, None, False, scale, softcap)
+        out, lse = op.attention(q[at], *own, mask, None, None, False, scale, softcap)
+        return out, lse
 
     made = [
-        attend(own, at, each.own)
-        for own, (at, each) in zip(fetch.own(), fetch.groups, strict=True)
+        attend(own, at, each.own) for own, (at, each) in zip(fetch.own(), fetch.groups, strict=True)
     ]
     for place, (keyed, (at, each)) in enumerate(zip(fetch.fetched(), fetch.groups, strict=True)):
         if sum(each.counts):
@@ -260,9 +257,7 @@ def _gradient(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     q, k, v, out, lse, intervals = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    grads = context_attention_backward(
-        grad_out, grad_lse, q, k, v, out, lse, intervals, *ctx.terms
-    )
+    grads = context_attention_backward(grad_out, grad_lse, q, k, v, out, lse, intervals, *ctx.terms)
     return (*grads, *[None] * 7)
 
 

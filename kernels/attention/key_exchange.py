@@ -37,8 +37,7 @@ class KeyExchange:
     def on(self, device: torch.device) -> "KeyExchange":
         """The same with its tensors on a device."""
         own_order, fetched_order, own, fetched = (
-            each.to(device)
-            for each in (self.own_order, self.fetched_order, self.own, self.fetched)
+            each.to(device) for each in (self.own_order, self.fetched_order, self.own, self.fetched)
         )
         sends = tuple(each.to(device) for each in self.sends)
         return KeyExchange(sends, self.counts, own_order, fetched_order, own, fetched)
