@@ -635,6 +635,24 @@ def ids_one_after_another(model, h, y, ids, lengths):
     return F.mse_loss(torch.stack(rows), y)
 
 
+@apart
+def rotary_sections_of_tokens(model, h, y, ids, lengths):
+    """Three sections of positions that are the same for all samples, as M-RoPE takes them."""
+    positions = torch.arange(TOKENS).expand(3, len(h), TOKENS)
+    angles = torch.cos(positions[..., None] * torch.arange(1.0, 5.0, dtype=h.dtype))
+    parts = [part[k % 3] for k, part in enumerate(angles.split([1, 1, 2], -1))]
+    factor = torch.cat(parts, -1)
+    return F.mse_loss(model.out(h) * factor.mean(-1, keepdim=True), y)
+
+
+@meet
+def sections_of_samples(model, h, y, ids, lengths):
+    positions = torch.arange(float(len(h)), dtype=h.dtype)[:, None].expand(len(h), 4)
+    first, second = positions.split([1, 3], -1)
+    factor = torch.cat([second, first], -1).mean(-1)
+    return F.mse_loss(model.out(h) * factor[:, None, None], y)
+
+
 # What a microbatch leaves behind in a buffer.
 
 

@@ -3,6 +3,7 @@
 Beside samples, a value that varies along their dim tells them apart by their place in the batch.
 """
 
+import operator
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -16,12 +17,14 @@ from mllm_compile.passes.capture.spread import (
     Lookup,
     Spread,
     after_reduction,
+    dim_argument,
     join,
     overlap,
     packet,
     rank_of,
     value_of,
 )
+from mllm_compile.passes.capture.spread_parts import CUTS
 
 aten = torch.ops.aten
 MOVES = {
@@ -58,6 +61,10 @@ def fixed(node: fx.Node, lookup: Lookup) -> Spread:
     if kind is aten.embedding:
         index = lookup(node.args[1]).varies
         return replace(joined, varies=index | {(rank_of(node) - 1, (1, value.shape[-1]))})
+    if kind is aten.cat:
+        return replace(joined, varies=_side_by_side(node, lookup))
+    if node.target is operator.getitem and packet(node.all_input_nodes[0]) in CUTS:
+        return replace(joined, varies=_part(node, lookup))
     created = not node.all_input_nodes
     varies = {(dim, (1, size)) for dim, size in enumerate(value.shape) if size > 1 or created}
     numbers = kind is aten.arange and _counts(node)
@@ -80,6 +87,27 @@ def _moved(node: fx.Node, lookup: Lookup) -> Spread:
     whole = all(place == (1, value_of(node).shape[dim]) for dim, place in moved.places)
     same = moved.part is None and not moved.single and len(moved.places) == 1 and whole
     return replace(spread, varies=moved.places, numbered=spread.numbered and same)
+
+
+def _side_by_side(node: fx.Node, lookup: Lookup) -> frozenset[tuple[int, tuple[int, int]]]:
+    """Of values one behind the other: as they do, and along the dim in which they stand."""
+    given: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    dim, shape = int(given) % rank_of(node), value_of(node).shape
+    return frozenset(
+        {each for each in _beside(node, lookup) if each[0] != dim} | {(dim, (1, shape[dim]))}
+    )
+
+
+def _part(node: fx.Node, lookup: Lookup) -> frozenset[tuple[int, tuple[int, int]]]:
+    """Of one of the parts into which a value is cut along a dim: as the whole does."""
+    source = node.all_input_nodes[0]
+    kind = packet(source)
+    dim = dim_argument(source, CUTS[kind])
+    others = {place for place in lookup(source.args[0]).varies if place[0] != dim}
+    if kind is aten.unbind:
+        return frozenset((each - (each > dim), place) for each, place in others)
+    cut = {(dim, (1, value_of(node).shape[dim]))}
+    return frozenset(others | (cut if len(others) < len(lookup(source.args[0]).varies) else set()))
 
 
 def _beside(node: fx.Node, lookup: Lookup) -> set[tuple[int, tuple[int, int]]]:
