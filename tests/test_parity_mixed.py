@@ -34,7 +34,7 @@ SLOW: list[Case] = [
         [(0, {"tensor": 2}), (2, {"tensor": 2}), (4, {"data": 2, "context": 2})],
     ),
     ("qwen3_vl", [(0, {"data": 2}), (2, {"tensor": 2, "pipeline": 3})]),
-    ("phi4_multimodal", [(0, {"data": 2}), (2, {"data": 2}), (4, {})]),
+    ("phi4_multimodal", [(0, {"data": 2}), (2, {"tensor": 2})]),
     ("gemma3", [(0, {}), (0, {}), (0, {"pipeline": 2, "tensor": 2, "context": 2})]),
     ("gemma3", [(0, {"data": 2}), (0, {}), (0, {"pipeline": 2, "tensor": 4})]),
     ("kimi_k25", [(0, {}), (0, {}), (1, {"expert": 2, "context": 2})]),
