@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from mllm_compile.kernels.attention import cpu, op, reference
+from mllm_compile.kernels.attention import cpu, op, rectangles, reference
 
 
 @pytest.fixture(autouse=True)
@@ -122,6 +122,87 @@ def test_intervals(queries, keys, count, batch, kind, causal):
         causal=causal,
         intervals=draw_intervals(batch, queries, keys, count),
     )
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of few rows, on calls of any size."""
+    monkeypatch.setattr(cpu, "FEW_PAIRS", 0)
+    monkeypatch.setattr(rectangles, "ROWS", 16)
+    monkeypatch.setattr(rectangles, "LEAST_FULL", 8)
+
+
+def smooth_intervals(kind, batch, length):
+    """Masks as models have them: packed documents, a window, both beside keys that all see."""
+    rows = torch.arange(length)
+    document = rows * 3 // length * length // 3
+    start, end = {
+        "documents": (document, rows + 1),
+        "window": ((rows - 20).clamp_min(0), rows + 1),
+        "segments": (document, document + length // 3),
+        "sinks": ((rows - 20).clamp_min(4), rows + 1),
+        "late": (document, rows - 40),
+    }[kind]
+    pair = torch.stack([start, end.maximum(start)], -1)
+    if kind == "sinks":
+        first = torch.stack([torch.zeros_like(rows), (rows + 1).clamp_max(4)], -1)
+        intervals = torch.stack([first, pair], 1)
+    else:
+        intervals = pair[:, None]
+    samples = [intervals, intervals.flip(0).contiguous()][:batch]
+    return torch.stack(samples).to(torch.int32)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("drawn", ["documents", "window", "segments", "sinks", "late", 1, 2])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("kind", ["none", "batch", "padding", "heads"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_are_the_definition(drawn, batch, kind, causal):
+    """Forward and backward, with masks, biases and a gradient of the log-sum-exp."""
+    length = 130
+    named = isinstance(drawn, str)
+    intervals = (smooth_intervals if named else draw_intervals)(
+        *((drawn, batch, length) if named else (batch, length, length, drawn))
+    )
+    bias = torch.randn(1, 4, length, length, dtype=torch.float64) if kind == "heads" else None
+    args = inputs(length, length, key_heads=2, value_size=12)
+    agree(op.attention, args, make_mask(kind, length, length), bias, causal, intervals=intervals)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["documents", "sinks"])
+def test_low_precision_in_blocks(dtype, kind):
+    tolerance = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    args, intervals = inputs(130, 130, key_heads=2, dtype=dtype), smooth_intervals(kind, 1, 130)
+    agree(op.attention, args, tolerance=tolerance, intervals=intervals)
+
+
+def test_pairs_outside_of_intervals_cost_nothing(monkeypatch):
+    """The fused kernels are called for the rectangles alone, those that are full without a mask."""
+    length, seen = 512, []
+
+    def watched(kernel, keys_at):
+        def call(*args, attn_mask=None, **kwargs):
+            seen.append((args[0].shape[2], args[keys_at].shape[2], attn_mask is not None))
+            return kernel(*args, attn_mask=attn_mask, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(rectangles, "LEAST_FULL", 64)
+    monkeypatch.setattr(cpu, "_forward", watched(cpu._forward, 1))
+    monkeypatch.setattr(cpu, "_backward", watched(cpu._backward, 2))
+    rows = torch.arange(length)
+    start = rows // 256 * 256  # two documents of two blocks each
+    intervals = torch.stack([start, rows + 1], -1)[None, :, None].int()
+    args = inputs(length, length, key_heads=2)
+    out, _ = op.attention(*args, intervals, None, None, False, 0.3, 0.0)
+    per_document = [(128, 128, True), (128, 129, False), (128, 127, True)]
+    assert seen == per_document * 2
+    seen.clear()
+    out.sum().backward()
+    assert seen == per_document * 2
 
 
 @pytest.mark.parametrize("softcap", [0.0, 0.7])

@@ -1,16 +1,24 @@
 """Attention on CPU: torch's fused flash kernels, which take float64 and give zeros on empty rows.
 
 They want one head size for q, k and v and an additive mask in q's dtype; both are met by padding
-with zeros and by -inf, which change no value. The terms are those of ``reference``.
+with zeros and by -inf, which change no value. Intervals are computed by ``rectangles``: pairs that
+lie in none cost nothing. The terms are those of ``reference``.
 """
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from mllm_compile.kernels.attention import reference
+from mllm_compile.kernels.attention.rectangles import row_blocks
+from mllm_compile.kernels.attention.runs import visible
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+FEW_PAIRS = 1 << 16
+"""Queries times keys up to which one masked call is cheaper than looking at the intervals."""
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, softcap: float) -> bool:
@@ -19,22 +27,42 @@ def supports(q: Tensor, k: Tensor, v: Tensor, softcap: float) -> bool:
     return q.device.type == "cpu" and not softcap and nothing_empty
 
 
-def _with_intervals(mask: Tensor | None, intervals: Tensor | None, keys: int) -> Tensor | None:
-    if intervals is None:
-        return mask
-    inside = reference.in_intervals(intervals, 0, keys)
-    return inside if mask is None else mask & inside
+@dataclass(frozen=True, slots=True)
+class _Masks:
+    """What queries see, beside ``intervals`` of the whole."""
+
+    intervals: Tensor | None
+    mask: Tensor | None
+    bias: Tensor | None
+
+    def part(self, samples: slice, rows: slice, keys: slice) -> "_Masks":
+        """The same for some samples, queries and keys; intervals still count from key 0."""
+        intervals = self.intervals
+        if intervals is not None:
+            intervals = _cut(intervals, 0, samples)[:, rows]
+        mask, bias = (_part(x, samples, rows, keys) for x in (self.mask, self.bias))
+        return _Masks(intervals, mask, bias)
+
+    def additive(self, dtype: torch.dtype, first: int, keys: int) -> Tensor | None:
+        """What to add to the scores of ``keys`` keys from ``first`` on, dense in the last two."""
+        added = None if self.bias is None else self.bias.to(dtype)
+        mask = self.mask
+        if self.intervals is not None:
+            inside = reference.in_intervals(self.intervals, first, first + keys)
+            mask = inside if mask is None else mask & inside
+        if mask is not None:
+            seen = torch.zeros((), dtype=dtype, device=mask.device) if added is None else added
+            added = torch.where(mask, seen, float("-inf"))
+        return None if added is None else added.expand(-1, -1, -1, keys).contiguous()
 
 
-def _additive(
-    mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype, keys: int
-) -> Tensor | None:
-    """What to add to the scores, [B|1, H|1, Q|1, keys] and dense."""
-    added = None if bias is None else bias.to(dtype)
-    if mask is not None:
-        seen = torch.zeros((), dtype=dtype, device=mask.device) if added is None else added
-        added = torch.where(mask, seen, float("-inf"))
-    return None if added is None else added.expand(-1, -1, -1, keys).contiguous()
+def _cut(x: Tensor, dim: int, part: slice) -> Tensor:
+    """A part of a dim that may have been broadcast."""
+    return x if x.shape[dim] == 1 else x.narrow(dim, part.start, part.stop - part.start)
+
+
+def _part(x: Tensor | None, samples: slice, rows: slice, keys: slice) -> Tensor | None:
+    return None if x is None else _cut(_cut(_cut(x, 0, samples), 2, rows), 3, keys)
 
 
 def _pad(x: Tensor, size: int) -> Tensor:
@@ -53,16 +81,59 @@ def attention(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp; see ``reference.attention``. The fused lse of an empty row is 0."""
-    size = max(q.shape[-1], v.shape[-1])
-    mask = _with_intervals(mask, intervals, k.shape[2])
-    added = _additive(mask, bias, q.dtype, k.shape[2])
-    out, lse = _forward(
-        _pad(q, size), _pad(k, size), _pad(v, size), 0.0, causal, attn_mask=added, scale=scale
-    )
+    """Output and log-sum-exp; see ``reference.attention``."""
+    size, width = max(q.shape[-1], v.shape[-1]), v.shape[-1]
+    q, k, v = _pad(q, size), _pad(k, size), _pad(v, size)
+    if not _in_blocks(q, k, intervals):
+        out, lse = _call(q, k, v, _Masks(intervals, mask, bias), 0, causal, scale)
+        return out[..., :width], lse
+    out = torch.zeros_like(q)
+    lse = q.new_full(q.shape[:3], float("-inf"), dtype=reference.accumulation_dtype(q.dtype))
+    masks = _Masks(visible(intervals, q.shape[2], k.shape[2], causal, q.device), mask, bias)
+    for samples, rows, parts in _blocks(masks, len(q), k.shape[2]):
+        made = [
+            _call(q[samples, :, rows], *_keys(k, v, samples, keys), own, keys.start, False, scale)
+            for keys, own in parts
+        ]
+        out[samples, :, rows], lse[samples, :, rows] = made[0] if len(made) == 1 else _merged(made)
+    return out[..., :width], lse
+
+
+def _in_blocks(q: Tensor, k: Tensor, intervals: Tensor | None) -> bool:
+    return intervals is not None and q.shape[2] * k.shape[2] > FEW_PAIRS
+
+
+Part = tuple[slice, _Masks]
+
+
+def _blocks(masks: _Masks, batch: int, length: int) -> Iterator[tuple[slice, slice, list[Part]]]:
+    """(samples, queries, [(keys, what masks them)]) of the blocks that see anything."""
+    assert masks.intervals is not None
+    for sample, intervals in enumerate(masks.intervals):
+        samples = slice(0, batch) if len(masks.intervals) == 1 else slice(sample, sample + 1)
+        for block in row_blocks(intervals):
+            rows, parts = slice(block.first, block.end), []
+            for part in block.rectangles:
+                keys = slice(part.first, part.end)
+                own = masks.part(samples, rows, keys)
+                parts.append((keys, replace(own, intervals=None) if part.full else own))
+            if parts:
+                yield samples, rows, parts
+
+
+def _keys(k: Tensor, v: Tensor, samples: slice, keys: slice) -> tuple[Tensor, Tensor]:
+    return k[samples, :, keys], v[samples, :, keys]
+
+
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, masks: _Masks, first: int, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """One call of the fused kernel, on keys from ``first`` on. Its lse of an empty row is 0."""
+    added = masks.additive(q.dtype, first, k.shape[2])
+    out, lse = _forward(q, k, v, 0.0, causal, attn_mask=added, scale=scale)
     if added is not None:
         lse = lse.masked_fill(_sees_nothing(added, q.shape[2] if causal else 0), float("-inf"))
-    return out[..., : v.shape[-1]], lse
+    return out, lse
 
 
 def _sees_nothing(added: Tensor, causal_rows: int) -> Tensor:
@@ -71,6 +142,17 @@ def _sees_nothing(added: Tensor, causal_rows: int) -> Tensor:
         pairs = torch.ones(causal_rows, added.shape[-1], dtype=torch.bool, device=added.device)
         closed = closed | pairs.triu(1)
     return closed.all(-1)
+
+
+def _merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Attention over the keys of all parts, from that over each: weighed by exp(lse)."""
+    lses = torch.stack([lse for _, lse in parts])
+    lse = lses.logsumexp(0)
+    weights = torch.exp(lses - lse.masked_fill(lse == float("-inf"), 0.0)).unsqueeze(-1)
+    out = parts[0][0] * weights[0]
+    for (other, _), weight in zip(parts[1:], weights[1:], strict=True):
+        out = out.addcmul_(other, weight) if other.dtype == out.dtype else out + other * weight
+    return out, lse
 
 
 def attention_backward(
@@ -93,21 +175,43 @@ def attention_backward(
     and 0 in V, makes that rowsum(dO ∘ O) - dlse: the gradient of the log-sum-exp comes for free.
     """
     lse = lse.masked_fill(lse == float("-inf"), 0.0)
-    mask = _with_intervals(mask, intervals, k.shape[2])
     if grad_lse is not None:
         grad_out = torch.cat([grad_out, grad_lse.unsqueeze(-1).to(grad_out.dtype)], -1)
         out = torch.cat([out, out.new_full((*out.shape[:-1], 1), -1.0)], -1)
-    size = max(q.shape[-1], out.shape[-1])
-    grad_q, grad_k, grad_v = _backward(
-        _pad(grad_out, size),
-        _pad(q, size),
-        _pad(k, size),
-        _pad(v, size),
-        _pad(out, size),
-        lse,
-        0.0,
-        causal,
-        attn_mask=_additive(mask, bias, q.dtype, k.shape[2]),
-        scale=scale,
-    )
-    return grad_q[..., : q.shape[-1]], grad_k[..., : k.shape[-1]], grad_v[..., : v.shape[-1]]
+    sizes, size = [x.shape[-1] for x in (q, k, v)], max(q.shape[-1], out.shape[-1])
+    grad_out, q, k, v, out = (_pad(x, size) for x in (grad_out, q, k, v, out))
+    if not _in_blocks(q, k, intervals):
+        added = _Masks(intervals, mask, bias).additive(q.dtype, 0, k.shape[2])
+        grads = _backward(grad_out, q, k, v, out, lse, 0.0, causal, attn_mask=added, scale=scale)
+    else:
+        masks = _Masks(visible(intervals, q.shape[2], k.shape[2], causal, q.device), mask, bias)
+        grads = _backward_in_blocks(grad_out, q, k, v, out, lse, masks, scale)
+    grad_q, grad_k, grad_v = (x[..., :n] for x, n in zip(grads, sizes, strict=True))
+    return grad_q, grad_k, grad_v
+
+
+def _backward_in_blocks(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    masks: _Masks,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """Sums over blocks, in the accumulation dtype."""
+    wide = reference.accumulation_dtype(q.dtype)
+    grads = [torch.zeros_like(x, dtype=wide) for x in (q, k, v)]
+    for samples, rows, parts in _blocks(masks, len(q), k.shape[2]):
+        grad, query, result, sums = (x[samples, :, rows] for x in (grad_out, q, out, lse))
+        for keys, own in parts:
+            added = own.additive(q.dtype, keys.start, keys.stop - keys.start)
+            made = _backward(
+                grad, query, *_keys(k, v, samples, keys), result, sums, 0.0, False,
+                attn_mask=added, scale=scale,
+            )  # fmt: skip
+            grads[0][samples, :, rows] += made[0]
+            for total, more in zip(_keys(grads[1], grads[2], samples, keys), made[1:], strict=True):
+                total += more
+    return tuple(total.to(q.dtype) for total in grads)
