@@ -8,6 +8,7 @@ rules get equal keys: the same code over the same constants is one entry, howeve
 
 import types
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -197,20 +198,25 @@ def evaluate(
 
 
 def _map_over_indices(function: Callable[..., Any], indices: Sequence[Tensor]) -> Tensor:
-    """``function`` of every combination of scalar indices.
-
-    The kernel of an operator runs with the dispatch keys of function transforms switched off; vmap
-    needs them back.
-    """
+    """``function`` of every combination of scalar indices."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     for position in reversed(range(len(indices))):
         axes = tuple(0 if position == i else None for i in range(len(indices)))
         function = torch.vmap(function, in_dims=axes)
+    with all_dispatch_keys(), TransformGetItemToIndex():
+        return torch.as_tensor(function(*indices))
+
+
+def all_dispatch_keys() -> AbstractContextManager[None]:
+    """Calls are dispatched as if from outside of any operator.
+
+    The kernel of an operator runs with the dispatch keys of autograd and of function transforms
+    switched off: vmap needs them, and without them composite operators come undecomposed.
+    """
     kept = torch._C._dispatch_tls_local_include_set()
     nothing = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
-    with torch._C._ForceDispatchKeyGuard(kept, nothing), TransformGetItemToIndex():
-        return torch.as_tensor(function(*indices))
+    return torch._C._ForceDispatchKeyGuard(kept, nothing)
 
 
 @torch.library.custom_op("mllm::mask", mutates_args=())

@@ -1,0 +1,133 @@
+"""``mllm::mask_intervals``: the keys that queries see by a mask predicate, as intervals.
+
+A predicate's rule (``algebra``) is followed query by query: from all keys, every part of it narrows
+the piece [start, end) that is left, or splits it. All is O(queries + keys) tensor code of static
+shapes. Rules on columns hold under conditions on the values; ``mllm::mask_fits`` checks them, once
+per batch and on the host, and ``mllm::mask_intervals`` relies on them.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mllm_compile.kernels.attention import algebra
+from mllm_compile.kernels.attention.mask import PREDICATES
+from mllm_compile.kernels.attention.pieces import Pieces, components, joined
+from mllm_compile.kernels.attention.symbolic import BATCH, OutsideAlgebra, expression
+
+MOST = 2
+
+
+@lru_cache(maxsize=4096)
+def _analysed(key: int, kinds: tuple[tuple[Any, torch.dtype], ...]) -> tuple[Any, algebra.Rule]:
+    tensors = [torch.empty((), dtype=dtype).expand(shape) for shape, dtype in kinds]
+    truth = expression(PREDICATES[key], tensors)
+    return truth, algebra.rule_of(truth)
+
+
+def rule_of(key: int, tensors: Sequence[Tensor]) -> algebra.Rule:
+    """The rule of a registered predicate. OutsideAlgebra says why there is none."""
+    return _analysed(key, _kinds(tensors))[1]
+
+
+def _kinds(tensors: Sequence[Tensor]) -> tuple[tuple[Any, torch.dtype], ...]:
+    return tuple((tuple(map(int, x.shape)), x.dtype) for x in tensors)
+
+
+def rests_on_values(key: int, tensors: Sequence[Tensor]) -> bool:
+    """Whether one interval per query may be too few, or wrong, for some values of the tensors."""
+    rule = rule_of(key, tensors)
+    return not (algebra.is_certain(rule) and algebra.num_pieces(rule) == 1)
+
+
+def intervals_needed(
+    tensors: Sequence[Tensor], key: int, batch: int, queries: int, keys: int
+) -> int:
+    """How many intervals per query it takes, 1 or 2. OutsideAlgebra says why not even 2 do."""
+    rule = rule_of(key, tensors)
+    broken: list[str] = []
+    for count in range(1, MOST + 1):
+        broken = _broken(rule, tensors, count, (batch, queries, keys))
+        if not broken:
+            return count
+    raise OutsideAlgebra(broken[0])
+
+
+def _broken(
+    rule: algebra.Rule, tensors: Sequence[Tensor], count: int, sizes: tuple[int, int, int]
+) -> list[str]:
+    """The conditions that ``count`` intervals per query need and the values do not meet."""
+    if 0 in sizes:
+        return []
+    device = tensors[0].device if tensors else torch.device("cpu")
+    pieces = Pieces(tensors, *sizes, device, count, checked=True)
+    found = pieces.of(rule)
+    broken = [reason for reason, holds in pieces.conditions if not bool(holds.all())]
+    if not broken and len(found) > 1 and int(components(found, sizes[2]).max()) > count:
+        broken.append(f"queries see more than {count} separate runs of keys")
+    return broken
+
+
+@torch.library.custom_op("mllm::mask_fits", mutates_args=())
+def mask_fits(
+    tensors: list[Tensor], key: int, count: int, batch: int, queries: int, keys: int
+) -> Tensor:
+    """Whether ``count`` intervals per query say what predicate ``key`` does: one truth value.
+
+    It reads values on the host.
+    """
+    with torch.no_grad():
+        broken = _broken(rule_of(key, tensors), tensors, count, (batch, queries, keys))
+        return torch.tensor(not broken)
+
+
+@mask_fits.register_fake
+def _(tensors: list[Tensor], key: int, count: int, batch: int, queries: int, keys: int) -> Tensor:
+    return torch.empty((), dtype=torch.bool)
+
+
+@torch.library.custom_op("mllm::mask_intervals", mutates_args=())
+def mask_intervals(
+    tensors: list[Tensor],
+    key: int,
+    count: int,
+    batch: int,
+    queries: int,
+    keys: int,
+    device: torch.device,
+) -> Tensor:
+    """The intervals of predicate ``key`` over its tensors: int32 [B|1, queries, count, 2].
+
+    Dim 0 is one where no sample differs. They are right wherever ``mask_fits`` is true.
+    """
+    with torch.no_grad():
+        rule = rule_of(key, tensors)
+        samples = _samples(key, tensors, batch)
+        if 0 in (queries, keys):
+            return torch.zeros(samples, queries, count, 2, dtype=torch.int32, device=device)
+        pieces = Pieces(tensors, batch, queries, keys, device, count)
+        out = torch.empty(samples, queries, count, 2, dtype=torch.int32, device=device)
+        for place, (start, end) in enumerate(joined(pieces.of(rule), count, keys)):
+            out[:, :, place, 0], out[:, :, place, 1] = start, end
+        return out
+
+
+@mask_intervals.register_fake
+def _(
+    tensors: list[Tensor],
+    key: int,
+    count: int,
+    batch: int,
+    queries: int,
+    keys: int,
+    device: torch.device,
+) -> Tensor:
+    samples = _samples(key, tensors, batch)
+    return torch.empty(samples, queries, count, 2, dtype=torch.int32, device=device)
+
+
+def _samples(key: int, tensors: Sequence[Tensor], batch: int) -> int:
+    return batch if BATCH in _analysed(key, _kinds(tensors))[0].free_symbols else 1
