@@ -16,18 +16,20 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from mllm_compile.passes.capture.attention_masks import ALL_KNOWN, Facts
 from mllm_compile.passes.capture.attention_sites import TORCH_SDPA, AttentionSites
 
 _names = itertools.count()
 
 
 @contextmanager
-def attention_interfaces(model: nn.Module) -> Iterator[AttentionSites]:
+def attention_interfaces(model: nn.Module, facts: Facts = ALL_KNOWN) -> Iterator[AttentionSites]:
     """Route every attention of ``model`` to ``mllm::attention`` while the context is open.
 
     Yields the sites seen so far: ``lines`` has one line per call, for the capture report.
     """
-    sites = AttentionSites({id(module): path for path, module in model.named_modules()})
+    paths = {id(module): path for path, module in model.named_modules()}
+    sites = AttentionSites(paths, facts=facts)
     with ExitStack() as stack:
         stack.enter_context(_hugging_face(model, sites))
         stack.enter_context(_patched_sdpa(sites))

@@ -1,9 +1,10 @@
-"""What a model's attention calls become: one operator per call, one mask node per mask.
+"""What a model's attention calls become: one operator per call, one mask per mask of the model.
 
-Masks arrive as predicates and become ``mllm::mask`` nodes when the model makes them, however many
-layers read them. The rules by which transformers drops trivial masks are reproduced, because they
-decide what the unmodified model computes. Two things stay plain operators: attention dropout, and a
-bias that is learned (the operator has no gradient for it).
+Masks arrive as predicates and become nodes when the model makes them, however many layers read
+them: the model gets a dense mask, by which attention knows the intervals to use instead. The rules
+by which transformers drops trivial masks are reproduced, because they decide what the unmodified
+model computes. Two things stay plain operators: attention dropout, and a bias that is learned (the
+operator has no gradient for it).
 """
 
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from mllm_compile.compiler.errors import CaptureError, explain
 from mllm_compile.kernels.attention import mask as predicates
 from mllm_compile.kernels.attention import op, reference
 from mllm_compile.passes.capture.attention_form import Form
+from mllm_compile.passes.capture.attention_masks import ALL_KNOWN, Facts, make
 
 TORCH_SDPA = torch.nn.functional.scaled_dot_product_attention
 
@@ -26,14 +28,17 @@ TORCH_SDPA = torch.nn.functional.scaled_dot_product_attention
 class MaskOrigin:
     """Where a mask tensor came from: the predicate, and when transformers would have dropped it.
 
+    ``intervals`` say the same as the mask; where there are none, ``reason`` says why.
     Where ``droppable`` and no key is padded, transformers passes no mask at all, and the module's
     own ``is_causal`` decides; ``causal`` says whether the mask itself is a causal one.
     """
 
     description: str
-    padding: Tensor | None
-    droppable: bool
-    causal: bool
+    intervals: Tensor | None
+    reason: str
+    padding: Tensor | None = None
+    droppable: bool = False
+    causal: bool = False
 
 
 @dataclass
@@ -42,6 +47,7 @@ class AttentionSites:
 
     paths: dict[int, str] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
+    facts: Facts = ALL_KNOWN
     _origins: Any = field(default_factory=WeakIdKeyDictionary)
     _segments: list[tuple[Tensor, Tensor, int, int, Tensor]] = field(default_factory=list)
 
@@ -80,22 +86,33 @@ class AttentionSites:
             template, len(tensors), q_offset, kv_offset, padding is not None, not use_vmap
         )
         tensors += [] if padding is None else [padding]
-        made = _apply(rule, tensors, (batch_size, q_length, kv_length), torch.device(device))
+        return self._made(
+            rule, tensors, (batch_size, q_length, kv_length), torch.device(device),
+            padding=padding, droppable=droppable, causal=allow_is_causal_skip,
+        )  # fmt: skip
+
+    def _made(
+        self,
+        rule: predicates.Predicate,
+        tensors: list[Tensor],
+        shape: tuple[int, int, int],
+        device: torch.device,
+        **dropped: Any,
+    ) -> Tensor:
+        made = make(rule, tensors, shape, device, self.facts)
         description = predicates.describe(rule)
-        self._origins[made] = MaskOrigin(description, padding, droppable, allow_is_causal_skip)
-        return made
+        self._origins[made.dense] = MaskOrigin(description, made.intervals, made.reason, **dropped)
+        return made.dense
 
     def segment_mask(self, ends_q: Tensor, ends_k: Tensor, queries: int, keys: int) -> Tensor:
         """[1, 1, queries, keys]: both tokens lie in the same packed segment. One per cu_seqlens."""
         for known_q, known_k, *lengths, made in self._segments:
             if known_q is ends_q and known_k is ends_k and lengths == [queries, keys]:
                 return made
-        rows = _segment_of(ends_q, queries)
-        columns = rows if ends_k is ends_q and keys == queries else _segment_of(ends_k, keys)
-        template, tensors = predicates.separate(_same_segment(rows, columns))
-        rule = predicates.Predicate(template, len(tensors))
-        made = _apply(rule, tensors, (1, queries, keys), ends_q.device)
-        self._origins[made] = MaskOrigin(predicates.describe(rule), None, False, False)
+        rule = _same_segment(*_bounds(ends_q, ends_k, queries, keys))
+        template, tensors = predicates.separate(rule)
+        predicate = predicates.Predicate(template, len(tensors))
+        made = self._made(predicate, tensors, (1, queries, keys), ends_q.device)
         self._segments.append((ends_q, ends_k, queries, keys, made))
         return made
 
@@ -159,7 +176,10 @@ class AttentionSites:
         """The operator, or plain operators where it has no gradient or no random numbers."""
         batch = max(query.shape[0], key.shape[0])
         query, key, value = (x.expand(batch, -1, -1, -1) for x in (query, key, value))
-        arguments = (None, form.mask, form.bias, form.causal, form.scale, form.softcap)
+        origin = None if form.mask is None else self._origins.get(form.mask)
+        intervals = None if origin is None else origin.intervals
+        mask = form.mask if intervals is None else None
+        arguments = (intervals, mask, form.bias, form.causal, form.scale, form.softcap)
         if form.needs_plain:
             out, lse = reference.attention(query, key, value, *arguments, form.dropout)
         else:
@@ -179,6 +199,7 @@ class AttentionSites:
         if form.mask is not None:
             origin = self._origins.get(form.mask)
             parts.append("mask tensor" if origin is None else f"mask {origin.description}")
+            parts += [f"dense: {origin.reason}"] if origin is not None and origin.reason else []
         parts += ["bias tensor"] if form.bias is not None else []
         parts += [f"softcap {form.softcap:g}"] if form.softcap else []
         parts += ["sinks"] if form.sinks is not None else []
@@ -220,16 +241,6 @@ class AttentionSites:
         return self.attention("scaled_dot_product_attention", query, key, value, form)
 
 
-def _apply(
-    rule: predicates.Predicate,
-    tensors: list[Tensor],
-    shape: tuple[int, int, int],
-    device: torch.device,
-) -> Tensor:
-    made: Tensor = predicates.mask(tensors, predicates.register(rule), *shape, device)
-    return made
-
-
 def _padded_to(padding: Tensor | None, length: int) -> Tensor | None:
     """[B, at least length]: keys behind the end of a padding mask are hidden."""
     missing = 0 if padding is None else length - padding.shape[-1]
@@ -242,14 +253,19 @@ def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return key <= query
 
 
-def _same_segment(rows: Tensor, columns: Tensor) -> Callable[..., Tensor]:
+def _same_segment(starts: Tensor, ends: Tensor) -> Callable[..., Tensor]:
     def same_segment(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return rows[query] == columns[key]
+        return (starts[query] <= key) & (key < ends[query])
 
     return same_segment
 
 
-def _segment_of(ends: Tensor, length: int) -> Tensor:
-    """[length] number of the packed segment of each token; ``ends`` is cumulative, from 0."""
-    positions = torch.arange(length, device=ends.device, dtype=ends.dtype)
-    return torch.searchsorted(ends[1:].contiguous(), positions, right=True)
+def _bounds(ends_q: Tensor, ends_k: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:
+    """[queries]: where the packed segment of each query starts and ends among the keys.
+
+    Both arguments are cumulative, from 0; what lies behind the last segment is one more.
+    """
+    positions = torch.arange(queries, device=ends_q.device, dtype=ends_q.dtype)
+    segment = torch.searchsorted(ends_q[1:].contiguous(), positions, right=True)
+    ends = torch.nn.functional.pad(ends_k[1:], (0, 1), value=keys)
+    return ends_k[segment], ends[segment]

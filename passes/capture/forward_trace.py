@@ -11,6 +11,7 @@ from torch import fx, nn
 from mllm_compile.compiler.captured import Input
 from mllm_compile.compiler.errors import CaptureError, explain
 from mllm_compile.passes.capture.attention import attention_interfaces
+from mllm_compile.passes.capture.attention_masks import Facts
 from mllm_compile.passes.capture.candidates import Candidates
 from mllm_compile.passes.capture.entries import Entries
 from mllm_compile.passes.capture.hf_eager import eager_path
@@ -126,7 +127,8 @@ def _surroundings(model: nn.Module, mode: ShadowMode) -> Iterator[list[str]]:
     """Process-wide changes for the time of one trace; yields a line per attention call."""
     with ExitStack() as stack:
         stack.enter_context(eager_path())
-        sites = stack.enter_context(attention_interfaces(model))
+        facts = Facts(mode.shadows.of, mode.assume)
+        sites = stack.enter_context(attention_interfaces(model, facts))
         stack.enter_context(opaque_functions())
         stack.enter_context(mode.provenance.followed())
         stack.enter_context(torch.enable_grad())

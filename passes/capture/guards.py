@@ -37,10 +37,16 @@ class Reads:
         The value is cloned where it is read: a later in-place write must not reach it. A real
         constant becomes part of the trace by this, so that a change of it is noticed.
         """
-        copy = torch.ops.aten.clone.default(tensor)
-        if node_of(copy) is not None:
-            self.log.append(Read(kind, copy, value, source_line()))
+        if self.note(kind, tensor, value):
             self.candidates |= candidates_on_stack()
+
+    def note(self, kind: str, tensor: torch.Tensor, value: Number) -> bool:
+        """The same of a read that no model made: no call of it is to be hoisted for this."""
+        copy = torch.ops.aten.clone.default(tensor)
+        if node_of(copy) is None:
+            return False
+        self.log.append(Read(kind, copy, value, source_line()))
+        return True
 
 
 def same(value: Number, expected: Number) -> bool:

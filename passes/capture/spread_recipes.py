@@ -47,7 +47,8 @@ MOVED = SHAPED | {
     aten.index_put, aten.index_select, aten.unbind, aten.split, aten.split_with_sizes,
 }  # fmt: skip
 WRITES = {aten.select_scatter, aten.slice_scatter}
-KEYED = {mllm.function, mllm.mask, mllm.hoisted}  # a number of the call is among their arguments
+# a number of the call is among their arguments
+KEYED = {mllm.function, mllm.mask, mllm.mask_intervals, mllm.hoisted}
 RESIZED = {
     aten.linspace, aten.arange, aten.upsample_linear1d, aten.upsample_bilinear2d,
     aten.upsample_bicubic2d, aten._adaptive_avg_pool2d,

@@ -14,7 +14,7 @@ from torch import fx
 
 from mllm_compile.compiler.captured import Input
 from mllm_compile.kernels import grouped_mm
-from mllm_compile.kernels.attention import mask, op
+from mllm_compile.kernels.attention import intervals, mask, op
 from mllm_compile.passes.capture import (
     hoisted_calls,
     opaque_function,
@@ -49,7 +49,14 @@ LOOK_UPS = {
     aten.embedding, aten.gather, aten.index, aten.index_select, aten.index_put, aten.index_add,
     aten.scatter, aten.scatter_add, aten._unsafe_index,
 }  # fmt: skip
-REGISTERED = (grouped_mm, mask, op, hoisted_calls, opaque_function)  # they define the operators
+REGISTERED = (
+    grouped_mm,
+    intervals,
+    mask,
+    op,
+    hoisted_calls,
+    opaque_function,
+)  # they define the operators
 
 
 def spreads(
@@ -276,6 +283,7 @@ RULES: dict[Any, Rule] = {
     mllm.hoisted: hoisted,
     mllm.attention: attention,
     mllm.mask: spread_movement.like_first,
+    mllm.mask_intervals: spread_movement.like_first,
     mllm.grouped_mm: spread_movement.like_first,
     mllm.function: spread_movement.like_first,
     **dict.fromkeys((aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like), created),

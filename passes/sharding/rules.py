@@ -164,6 +164,7 @@ WHOLE = {
     "mllm::function": "a function of the model, of which nothing is known",
     "mllm::hoisted": "a call of the model, of which nothing is known",
     "mllm::mask": "a predicate over places: every part would need to know where it begins",
+    "mllm::mask_intervals": "a predicate over places, as well",
 }
 
 
