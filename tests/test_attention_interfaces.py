@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mllm_compile.compiler.errors import CaptureError
 from mllm_compile.kernels.attention import mask as predicates
+from mllm_compile.kernels.attention.reference import in_intervals
 from mllm_compile.passes.capture.attention import attention_interfaces
 from mllm_compile.passes.capture.attention_sites import TORCH_SDPA, AttentionSites
 from tests.families import FAMILIES
@@ -74,7 +75,7 @@ def test_family_computes_the_same(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_masks_equal_transformers_own(name, monkeypatch):
-    """Every mask that transformers asks for, against its own dense one; one node per mask."""
+    """Every mask that transformers asks for, against its own dense one, and so are intervals."""
     from transformers.masking_utils import sdpa_mask
 
     compared = []
@@ -87,6 +88,10 @@ def test_masks_equal_transformers_own(name, monkeypatch):
         )
         if made is not None:
             assert torch.equal(made, want)
+            seen, reason = self._origins[made].intervals, self._origins[made].reason
+            assert (seen is None) == bool(reason)
+            if seen is not None:
+                assert torch.equal(in_intervals(seen, 0, want.shape[-1]).expand_as(want), want)
         compared.append(made)
         return made
 
