@@ -35,6 +35,21 @@ class _Masks:
     mask: Tensor | None
     bias: Tensor | None
 
+    @staticmethod
+    def of(
+        q: Tensor,
+        k: Tensor,
+        intervals: Tensor | None,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        causal: bool,
+    ) -> tuple["_Masks", bool]:
+        """The masks of a call, and whether it is causal besides: intervals have that in them."""
+        if intervals is None:
+            return _Masks(None, mask, bias), causal
+        seen = visible(intervals, q.shape[2], k.shape[2], causal, q.device)
+        return _Masks(seen, mask, bias), False
+
     def part(self, samples: slice, rows: slice, keys: slice) -> "_Masks":
         """The same for some samples, queries and keys; intervals still count from key 0."""
         intervals = self.intervals
@@ -54,6 +69,18 @@ class _Masks:
             seen = torch.zeros((), dtype=dtype, device=mask.device) if added is None else added
             added = torch.where(mask, seen, float("-inf"))
         return None if added is None else added.expand(-1, -1, -1, keys).contiguous()
+
+    def blind(self, added: Tensor, first: int, causal_rows: int) -> Tensor:
+        """[B|1, H|1, Q|1]: the rows in which ``added`` leaves no key of those from ``first`` on."""
+        keys = added.shape[-1]
+        if self.intervals is not None and self.mask is None and self.bias is None:
+            seen = self.intervals.clamp(first, first + keys)
+            return (seen[..., 0] >= seen[..., 1]).all(-1).unsqueeze(1)
+        closed = added == float("-inf")
+        if causal_rows:
+            pairs = torch.ones(causal_rows, keys, dtype=torch.bool, device=added.device)
+            closed = closed | pairs.triu(1)
+        return closed.all(-1)
 
 
 def _cut(x: Tensor, dim: int, part: slice) -> Tensor:
@@ -84,12 +111,12 @@ def attention(
     """Output and log-sum-exp; see ``reference.attention``."""
     size, width = max(q.shape[-1], v.shape[-1]), v.shape[-1]
     q, k, v = _pad(q, size), _pad(k, size), _pad(v, size)
+    masks, causal = _Masks.of(q, k, intervals, mask, bias, causal)
     if not _in_blocks(q, k, intervals):
-        out, lse = _call(q, k, v, _Masks(intervals, mask, bias), 0, causal, scale)
+        out, lse = _call(q, k, v, masks, 0, causal, scale)
         return out[..., :width], lse
     out = torch.zeros_like(q)
     lse = q.new_full(q.shape[:3], float("-inf"), dtype=reference.accumulation_dtype(q.dtype))
-    masks = _Masks(visible(intervals, q.shape[2], k.shape[2], causal, q.device), mask, bias)
     for samples, rows, parts in _blocks(masks, len(q), k.shape[2]):
         made = [
             _call(q[samples, :, rows], *_keys(k, v, samples, keys), own, keys.start, False, scale)
@@ -132,16 +159,9 @@ def _call(
     added = masks.additive(q.dtype, first, k.shape[2])
     out, lse = _forward(q, k, v, 0.0, causal, attn_mask=added, scale=scale)
     if added is not None:
-        lse = lse.masked_fill(_sees_nothing(added, q.shape[2] if causal else 0), float("-inf"))
+        blind = masks.blind(added, first, q.shape[2] if causal else 0)
+        lse = lse.masked_fill(blind, float("-inf"))
     return out, lse
-
-
-def _sees_nothing(added: Tensor, causal_rows: int) -> Tensor:
-    closed = added == float("-inf")
-    if causal_rows:
-        pairs = torch.ones(causal_rows, added.shape[-1], dtype=torch.bool, device=added.device)
-        closed = closed | pairs.triu(1)
-    return closed.all(-1)
 
 
 def _merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -180,11 +200,11 @@ def attention_backward(
         out = torch.cat([out, out.new_full((*out.shape[:-1], 1), -1.0)], -1)
     sizes, size = [x.shape[-1] for x in (q, k, v)], max(q.shape[-1], out.shape[-1])
     grad_out, q, k, v, out = (_pad(x, size) for x in (grad_out, q, k, v, out))
+    masks, causal = _Masks.of(q, k, intervals, mask, bias, causal)
     if not _in_blocks(q, k, intervals):
-        added = _Masks(intervals, mask, bias).additive(q.dtype, 0, k.shape[2])
+        added = masks.additive(q.dtype, 0, k.shape[2])
         grads = _backward(grad_out, q, k, v, out, lse, 0.0, causal, attn_mask=added, scale=scale)
     else:
-        masks = _Masks(visible(intervals, q.shape[2], k.shape[2], causal, q.device), mask, bias)
         grads = _backward_in_blocks(grad_out, q, k, v, out, lse, masks, scale)
     grad_q, grad_k, grad_v = (x[..., :n] for x, n in zip(grads, sizes, strict=True))
     return grad_q, grad_k, grad_v
