@@ -20,11 +20,16 @@ SHARDED = ("expert", "context", "tensor")
 
 @dataclass(frozen=True, slots=True)
 class MeshAxis:
-    """One axis over which values of a lane are divided; ``policy`` names how a factor is split."""
+    """One axis over which values of a lane are divided; ``policy`` names how a factor is split.
+
+    ``exchange``: how attention gets at keys that other ranks of the axis hold
+    (passes/sharding/exchange.py).
+    """
 
     name: str
     size: int
     policy: str = "contiguous"
+    exchange: str = "gather"
 
     def split(self, length: int) -> Split:
         """How a factor of ``length`` elements is divided among the ranks of this axis."""
@@ -40,6 +45,7 @@ class Mesh:
     ranks: tuple[int, ...]
     sizes: tuple[int, ...]
     policy: str = "contiguous"
+    exchange: str = "gather"
 
     def __post_init__(self) -> None:
         if len(self.sizes) != len(AXES) or prod(self.sizes) != len(self.ranks):
@@ -52,7 +58,7 @@ class Mesh:
         width = len(module.ranks) // module.parallel.pipeline
         ranks = module.ranks[position * width : (position + 1) * width]
         sizes = tuple(getattr(module.parallel, name) for name in AXES)
-        return Mesh(ranks, sizes, module.context_split)
+        return Mesh(ranks, sizes, module.context_split, module.kv_exchange)
 
     @staticmethod
     def of_stage(request: Request, stage: Stage) -> "Mesh":
@@ -94,8 +100,9 @@ class Mesh:
     @cached_property
     def axes(self) -> tuple[MeshAxis, ...]:
         """The axes of more than one rank over which values of a lane are divided, outer first."""
+        own = {"context": (self.policy, self.exchange)}
         return tuple(
-            MeshAxis(name, self.size(name), self.policy if name == "context" else "contiguous")
+            MeshAxis(name, self.size(name), *own.get(name, ()))
             for name in SHARDED
             if self.size(name) > 1
         )

@@ -16,6 +16,7 @@ from mllm_compile.compiler.overrides import override
 T = TypeVar("T")
 DTYPES = ("float64", "float32", "bfloat16")
 SPLITS = ("contiguous", "zigzag")
+EXCHANGES = ("gather", "needed", "heads", "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ class ModuleSpec:
     ``paths`` are dotted module paths; the empty path names the whole model. ``ranks`` stand in the
     order pipeline, data, expert, context, tensor, the last one fastest. ``trainable`` set to True
     or False overrides ``requires_grad`` of every parameter under the paths; None leaves it.
-    ``context_split`` says which tokens of a sequence each context rank holds.
+    ``context_split`` says which tokens of a sequence each context rank holds, ``kv_exchange`` how
+    its attention gets at the keys of the others.
     """
 
     paths: tuple[str, ...]
@@ -57,6 +59,7 @@ class ModuleSpec:
     parallel: Parallel = field(default_factory=Parallel)
     trainable: bool | None = None
     context_split: str = "contiguous"
+    kv_exchange: str = "gather"
 
     def __post_init__(self) -> None:
         if not self.paths:
@@ -71,14 +74,12 @@ class ModuleSpec:
                     f"{self.name}: trainable", expected="true or false", got=repr(self.trainable)
                 )
             )
-        if self.context_split not in SPLITS:
-            raise RequestError(
-                explain(
-                    f"{self.name}: context_split",
-                    expected=f"one of {SPLITS}",
-                    got=repr(self.context_split),
+        for name, known in (("context_split", SPLITS), ("kv_exchange", EXCHANGES)):
+            if getattr(self, name) not in known:
+                got = repr(getattr(self, name))
+                raise RequestError(
+                    explain(f"{self.name}: {name}", expected=f"one of {known}", got=got)
                 )
-            )
         if len(self.ranks) != self.parallel.size:
             raise RequestError(
                 explain(

@@ -11,7 +11,7 @@ from mllm_compile.compiler.sharding import Layouts, Sharding, Strategy
 def to_table(sharding: Sharding) -> dict[str, Any]:
     """Plain values; layouts by their text, strategies as [name, inputs, results, special]."""
     return {
-        "axes": [[axis.name, axis.size, axis.policy] for axis in sharding.axes],
+        "axes": [[axis.name, axis.size, axis.policy, axis.exchange] for axis in sharding.axes],
         "strategies": {
             name: [[x.name, texts(x.inputs), texts(x.outputs), x.special] for x in own]
             for name, own in sharding.strategies.items()

@@ -54,6 +54,11 @@ class Split:
             parts.append(tuple((int(start), int(stop)) for start, stop in cells))
         return Split(tuple(parts))
 
+    def times(self, unit: int) -> "Split":
+        """The split in which ``unit`` elements stand for every element of this one."""
+        scaled = (tuple((unit * start, unit * stop) for start, stop in part) for part in self.parts)
+        return Split(tuple(scaled))
+
     def __str__(self) -> str:
         """``"0:2,6:8|2:6"``: ranks by ``|``, intervals by ``,``."""
         return "|".join(",".join(f"{a}:{b}" for a, b in part) for part in self.parts)

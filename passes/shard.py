@@ -43,7 +43,7 @@ def shard(plan: Plan) -> Plan:
     same = ties(graph)
     for module, own in enumerate(axes):
         flow = dataflow(plan, graph, module)
-        setting = Setting(plan, graph, flow, classes, same, own[0]) if own else None
+        setting = Setting(plan, graph, flow, classes, same, own, own[0]) if own else None
         taken = _decide(setting, own, fixed_parameters(plan, axes, module)) if setting else []
         sharding = _sharding(flow, own, taken)
         if setting is not None:

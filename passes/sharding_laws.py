@@ -14,6 +14,7 @@ from mllm_compile.compiler.mesh import Mesh, MeshAxis
 from mllm_compile.compiler.plan import Plan
 from mllm_compile.compiler.sharding import Strategy
 from mllm_compile.passes.invariants import require_none
+from mllm_compile.passes.sharding.exchange import EXCHANGE, exchanging
 from mllm_compile.passes.sharding.factors import Dims, Factors
 from mllm_compile.passes.sharding.refine import refined
 from mllm_compile.passes.sharding.strategies import Gradients
@@ -189,6 +190,8 @@ def _derived(
     inputs, outputs = strategy.inputs, strategy.outputs
     if (len(inputs), len(outputs)) != (len(flows.inputs), len(flows.results)):
         return False
+    if strategy.special == EXCHANGE:
+        return strategy == exchanging(node, factors, axis, flows)
     if factors is not None and strategy.name in factors.sizes:
         return _divides(axis, strategy, factors, flows)
     whole = all(layout in (R, V) for layout in (*inputs, *outputs))

@@ -65,9 +65,9 @@ def calls(node: fx.Node, rank: LocalRank, sharding: Sharding) -> list[Call]:
         return operands[-1]
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), operand)  # type: ignore[arg-type]
-    axis = special_axis(node, rank.axes, own)
-    if axis is not None:
-        return [(*special_call(node, args, kwargs, axis), {})]
+    along = special_axis(node, rank.axes, own)
+    if along is not None:
+        return [(*special_call(node, args, kwargs, along), {})]
     if divides_rows(node, operands[0].layouts if operands else ()):
         return _masked_rows(node, operands, shapes)
     if node.target is ATTENTION:

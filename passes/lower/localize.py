@@ -109,9 +109,9 @@ class _Localizer:
         def emit(target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
             return self.local.call(target, args, kwargs, {**node.meta, "of": node.name}, node.name)
 
-        axis = special_axis(node, self.rank.axes, strategies)
-        if axis is not None:
-            made = emit(*special_call(node, args, kwargs, axis), {})
+        along = special_axis(node, self.rank.axes, strategies)
+        if along is not None:
+            made = emit(*special_call(node, args, kwargs, along), {})
         elif divides_rows(node, _inputs(strategies, 0)):
             made = masked_rows_call(self.local, node, operands, _inputs(strategies, 0))
         else:

@@ -6,15 +6,18 @@ from typing import Any
 import torch
 from torch import fx
 
+import mllm_compile.kernels.attention.context
 import mllm_compile.kernels.collective.divided  # registers the operators
 import mllm_compile.kernels.grouped_mm  # noqa: F401
 from mllm_compile.compiler.errors import PlanError, explain
 from mllm_compile.compiler.mesh import MeshAxis
 from mllm_compile.compiler.sharding import Strategy
+from mllm_compile.passes.sharding.exchange import ATTENTION, EXCHANGE, SEQUENCE
 
 aten, ours = torch.ops.aten, torch.ops.mllm
 
 SPECIAL: dict[Any, Callable[..., Any]] = {
+    ours.attention.default: ours.context_attention.default,
     aten.embedding.default: ours.divided_embedding.default,
     aten._softmax.default: ours.divided_softmax.default,
     aten._log_softmax.default: ours.divided_log_softmax.default,
@@ -25,8 +28,8 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
 
 def special_axis(
     node: fx.Node, axes: Sequence[MeshAxis], strategies: Sequence[Strategy]
-) -> str | None:
-    """The axis along which the operator for a divided factor runs; None where the plain one does.
+) -> tuple[MeshAxis, Strategy] | None:
+    """Axis and strategy of the operator for a divided factor; None where the plain one runs.
 
     Raises:
         PlanError: there is no such operator, or the factor is not divided once in equal blocks.
@@ -41,19 +44,37 @@ def special_axis(
     for place, layout in enumerate(strategies[asked[0]].inputs):
         others = [s.inputs[place] for i, s in enumerate(strategies) if i != asked[0] and s.inputs]
         crossed = any(other.divided and other.dim == layout.dim for other in others)
-        if layout.divided and ((layout.outer, layout.size) != (1, axis.size) or crossed):
+        equal = (1, axis.size) if strategies[asked[0]].special != EXCHANGE else (1, layout.size)
+        if layout.divided and ((layout.outer, layout.size) != equal or crossed):
             expected = f"a dim in {axis.size} equal blocks, not divided otherwise"
             raise PlanError(explain(subject, expected=expected, got=str(layout)))
-    return axis.name
+    return axis, strategies[asked[0]]
 
 
 def special_call(
-    node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], axis: str
+    node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], along: tuple[MeshAxis, Strategy]
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Operator and arguments that stand in for those of ``node``."""
     target = SPECIAL[node.target]
+    if node.target is ATTENTION:
+        return target, _exchanging_call(node, args, kwargs, along)
     count = len(schema_of(target)) - 1
-    return target, (*filled(node, args, kwargs)[:count], axis)
+    return target, (*filled(node, args, kwargs)[:count], along[0].name)
+
+
+def _exchanging_call(
+    node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], along: tuple[MeshAxis, Strategy]
+) -> tuple[Any, ...]:
+    """Without masks and bias, which are none; with the splits of queries and keys."""
+    names = [item.name for item in schema_of(ATTENTION)]
+    named = dict(zip(names, filled(node, args, kwargs), strict=True))
+    kept = [item.name for item in schema_of(SPECIAL[ATTENTION]) if item.name in named]
+    axis, strategy = along
+    splits = []
+    for x, layout in zip(node.args[:2], strategy.inputs, strict=False):
+        length = x.meta["val"].shape[SEQUENCE]  # type: ignore[union-attr]
+        splits.append(str(axis.split(layout.size).times(length // layout.size)))
+    return (*(named[name] for name in kept), axis.name, *splits)
 
 
 def filled(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:

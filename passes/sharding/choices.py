@@ -18,6 +18,7 @@ from mllm_compile.compiler.plan import Plan
 from mllm_compile.compiler.sharding import Strategy
 from mllm_compile.passes.sharding import price
 from mllm_compile.passes.sharding.dataflow import Dataflow, Edge, Point
+from mllm_compile.passes.sharding.exchange import other_ways
 from mllm_compile.passes.sharding.policy import FactorClasses
 from mllm_compile.passes.sharding.program import Choice
 from mllm_compile.passes.sharding.strategies import Gradients, layouts, strategies
@@ -29,7 +30,7 @@ GATHERED_WEIGHT = 10.0
 
 @dataclass(frozen=True)
 class Setting:
-    """What is known before an axis is decided: the module, the graph, the axes decided before.
+    """What is known before ``axis`` of ``axes`` is decided: the module, the graph, those before.
 
     ``fixed``: layouts of parameters that are not free any more, by FQN; None for any that is whole.
     """
@@ -39,6 +40,7 @@ class Setting:
     flow: Dataflow
     classes: FactorClasses
     ties: Mapping[str, Hashable]
+    axes: tuple[MeshAxis, ...]
     axis: MeshAxis
     earlier: tuple[tuple[MeshAxis, Mapping[str, Strategy]], ...] = ()
     fixed: Mapping[str, Layout | None] = field(default_factory=dict)
@@ -100,19 +102,18 @@ class Choices:
         """The strategies of a node that the axis allows; where it must divide, only those."""
         setting, node = self.setting, point.node
         factors = setting.classes.refinement.factors.get(node)
-        found = strategies(
-            factors,
-            setting.axis,
-            Gradients.of(node, setting.plan),
-            setting.decided(node.name),
-        )
+        gradients = Gradients.of(node, setting.plan)
+        found = strategies(factors, setting.axis, gradients, setting.decided(node.name))
         plain = factors.sizes if factors is not None else {}
         kept = tuple(
             each
             for each in found
             if each.name not in plain or setting.classes.allowed(setting.axis.name, node, each.name)
         )
-        divided = tuple(each for each in kept if each.name in plain)
+        other = other_ways(node, factors, setting.axis, found, gradients, len(setting.axes) == 1)
+        if other and setting.axis.exchange != "auto":
+            return other
+        divided = (*other, *(each for each in kept if each.name in plain))
         return divided if divided and self._must_split(node) else kept
 
     def _must_split(self, node: fx.Node) -> bool:

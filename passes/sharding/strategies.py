@@ -111,12 +111,17 @@ def _without_idle(given: Sequence[Layout], gradients: Sequence[bool]) -> tuple[L
 def _divided(
     factors: Factors, axis: MeshAxis, outer: Sequence[tuple[MeshAxis, Strategy]]
 ) -> Iterator[Strategy]:
-    taken = any(strategy.special for _, strategy in outer)
+    taken = {strategy.name for _, strategy in outer if strategy.special}
     for factor, size in factors.sizes.items():
         special = factor if factor in factors.special else ""
         nested = [other for other, strategy in outer if strategy.name == factor]
         refused = special and (taken or axis.name == UNEVEN)
-        if factor in factors.whole or refused or not _divides(size, axis, nested):
+        if (
+            factor in factors.whole
+            or factor in taken
+            or refused
+            or not _divides(size, axis, nested)
+        ):
             continue
 
         def layout(dims: Dims, name: str = factor) -> Layout | None:

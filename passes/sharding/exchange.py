@@ -1,0 +1,77 @@
+"""Attention along the axis that divides sequences: by gathered keys, needed keys, or heads.
+
+*gather*: every rank has all keys and its own queries. *needed*: it fetches the keys that its
+queries see (kernels/attention/context.py), which takes queries and keys divided alike, and no dense
+mask. *heads*: it has all queries and keys of some heads, by all-to-alls before and after, where the
+axis divides the key heads. *auto*: whatever costs least.
+
+Sources: all-gather as in Llama 3 (arXiv 2407.21783), heads as in DeepSpeed Ulysses
+(arXiv 2309.14509).
+"""
+
+import torch
+from torch import fx
+
+from mllm_compile.compiler.layout import R, S
+from mllm_compile.compiler.mesh import MeshAxis
+from mllm_compile.compiler.sharding import Strategy
+from mllm_compile.passes.sharding.call import Call
+from mllm_compile.passes.sharding.factors import Factors
+from mllm_compile.passes.sharding.strategies import Gradients
+
+ATTENTION = torch.ops.mllm.attention.default
+EXCHANGE = "exchange"
+"""``special`` of attention that fetches its keys itself."""
+
+GROUPS = "g"
+"""The factor of key heads in the rule of attention."""
+
+SEQUENCE = 2
+"""The dim of queries and keys."""
+
+
+def exchanging(
+    node: fx.Node, factors: Factors | None, axis: MeshAxis, gradients: Gradients
+) -> Strategy | None:
+    """The strategy in which attention fetches its keys along ``axis``; None if it cannot.
+
+    Its queries are divided by the outer factor of their dim, keys alike where there are as many.
+    """
+    if node.target is not ATTENTION or axis.name != "context" or factors is None:
+        return None
+    call = Call.of(node)
+    queries, keys = (shape[SEQUENCE] for shape in call.inputs[:2])
+    if call["mask"] is not None or call["bias"] is not None or min(queries, keys) < 2:
+        return None
+    name = next(each for each in factors.inputs[0][SEQUENCE] if factors.sizes[each] > 1)
+    rows = S(SEQUENCE, 1, factors.sizes[name])
+    columns = rows if queries == keys else S(SEQUENCE, 1, keys)
+    whole = (R,) * (len(call.inputs) - 3)
+    outputs = (rows,) * len(gradients.results)
+    return Strategy(name, (rows, columns, columns, *whole), outputs, EXCHANGE)
+
+
+def other_ways(
+    node: fx.Node,
+    factors: Factors | None,
+    axis: MeshAxis,
+    found: tuple[Strategy, ...],
+    gradients: Gradients,
+    alone: bool,
+) -> tuple[Strategy, ...]:
+    """What the request names besides gathering, for attention along the context axis.
+
+    ``found`` are the strategies of its rule. Where the axis is not ``alone``, another one may
+    divide heads: then *auto* leaves them to it.
+    """
+    if node.target is not ATTENTION or axis.name != "context":
+        return ()
+    needed = exchanging(node, factors, axis, gradients)
+    heads = tuple(each for each in found if each.name == GROUPS and _even(each, axis))
+    asked = {"needed": (needed, ()), "heads": (None, heads), "auto": (needed, heads * alone)}
+    first, rest = asked.get(axis.exchange, (None, ()))
+    return (*([first] if first else []), *rest)
+
+
+def _even(strategy: Strategy, axis: MeshAxis) -> bool:
+    return strategy.inputs[0].size % axis.size == 0
