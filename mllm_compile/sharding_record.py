@@ -7,6 +7,7 @@ from math import prod
 
 from mllm_compile.compiler.plan import Plan
 from mllm_compile.passes.sharding.conversions import conversions
+from mllm_compile.passes.sharding.exchange import EXCHANGE
 from mllm_compile.passes.sharding.price import share_of
 
 
@@ -45,18 +46,32 @@ class CollectiveRecord:
 
 
 def collective_records(plan: Plan) -> Iterator[CollectiveRecord]:
-    """One record for every conversion that is a collective, in dataflow order."""
-    for module, sharding in enumerate(plan.shardings):
-        for made in conversions(plan, module) if sharding.axes else ():
-            if made.forward or made.backward:
+    """One record for every conversion that is a collective, in dataflow order; then exchanges."""
+    for module in range(len(plan.shardings)):
+        yield from _of_module(plan, module)
+
+
+def _of_module(plan: Plan, module: int) -> Iterator[CollectiveRecord]:
+    sharding = plan.shardings[module]
+    for made in conversions(plan, module) if sharding.axes else ():
+        if made.forward or made.backward:
+            yield CollectiveRecord(
+                stage=made.stage,
+                axis=made.axis,
+                value=made.point.removeprefix(">"),
+                have=str(made.have),
+                want=str(made.want),
+                forward=made.forward,
+                backward=made.backward,
+            )
+    stages = {name: stage.index for stage in plan.stages for name in stage.nodes}
+    for name, own in sharding.strategies.items():
+        for axis, strategy in zip(sharding.axes, own, strict=True):
+            if strategy.special == EXCHANGE and len(strategy.inputs) > 1:
+                back = "all-to-all" if name in plan.needs_grad else ""
+                keys = str(strategy.inputs[1])
                 yield CollectiveRecord(
-                    stage=made.stage,
-                    axis=made.axis,
-                    value=made.point.removeprefix(">"),
-                    have=str(made.have),
-                    want=str(made.want),
-                    forward=made.forward,
-                    backward=made.backward,
+                    stages[name], axis.name, name, keys, "keys needed", "all-to-all", back
                 )
 
 
@@ -64,7 +79,7 @@ def sharding_records(plan: Plan) -> Iterator[ShardingRecord]:
     """One record for every axis of several ranks of every module."""
     held = plan.parameter_layouts
     for module, sharding in enumerate(plan.shardings):
-        made = conversions(plan, module) if sharding.axes else ()
+        made = tuple(_of_module(plan, module))
         for place, axis in enumerate(sharding.axes):
             layouts = [own[place] for (owner, _), own in held.items() if owner == module]
             own = [each for each in made if each.axis == axis.name]

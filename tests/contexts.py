@@ -94,28 +94,52 @@ def padded(side: str) -> Callable[[list[Sample]], dict[str, object]]:
     return made
 
 
-def request(context: int, split: str = "contiguous", size: int = 1) -> Request:
-    module = ModuleSpec(("",), tuple(range(context)), Parallel(context=context), None, split)
+def request(
+    context: int, split: str = "contiguous", size: int = 1, exchange: str = "gather"
+) -> Request:
+    parallel = Parallel(context=context)
+    module = ModuleSpec(("",), tuple(range(context)), parallel, None, split, exchange)
     return Request((module,), microbatches=1, microbatch_size=size, dtype="float64")
 
 
 def check(
-    name: str, samples: list[Sample], made, context: int, split: str = "contiguous"
+    name: str,
+    samples: list[Sample],
+    made,
+    context: int,
+    split: str = "contiguous",
+    exchange: str = "gather",
 ) -> Verification:
     """Verify one microbatch of all samples."""
     workload = Workload(decoder(name), samples, made)
-    return verify(request(context, split, len(samples)), workload, in_process=True)
+    return verify(request(context, split, len(samples), exchange), workload, in_process=True)
 
 
 def multimodal(
-    family: str, samples: list[Sample], context: int, split: str, encoders: int = 1
+    family: str,
+    samples: list[Sample],
+    context: int,
+    split: str,
+    encoders: int = 1,
+    exchange: str = "gather",
+    tensor: int = 1,
 ) -> Verification:
     """A family's last module on ``context`` ranks, its encoders on the first ``encoders`` ones."""
     *paths, last = MODULES[family]
     ranks = tuple(range(encoders))
     modules = (
-        *(ModuleSpec(path, ranks, Parallel(context=encoders), None, split) for path in paths),
-        ModuleSpec(last, tuple(range(context)), Parallel(context=context), None, split),
+        *(
+            ModuleSpec(path, ranks, Parallel(context=encoders), None, split, exchange)
+            for path in paths
+        ),
+        ModuleSpec(
+            last,
+            tuple(range(context * tensor)),
+            Parallel(context=context, tensor=tensor),
+            None,
+            split,
+            exchange,
+        ),
     )
     model = workload_of(family).model
     made = Request(modules, microbatches=1, microbatch_size=len(samples), dtype="float64")

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import prod
 
-from mllm_compile.compiler.request import ModuleSpec, Parallel, Request
+from mllm_compile.compiler.request import EXCHANGES, ModuleSpec, Parallel, Request
 
 RANKS = 8
 PLACEMENTS = ("disjoint", "shared", "mixed")
@@ -33,11 +33,19 @@ def random_request(
         )
     )
     lanes = max(parallel.data for parallel in sizes)
-    return Request(
+    drawn = Request(
         modules,
         microbatches=rng.choice((1, 2, 3)),
         microbatch_size=max(lanes, rng.choice((2, 3, 4))),
         dtype="float64",
+    )
+    exchanges = [rng.choice(("gather", *EXCHANGES)) for _ in modules]
+    return replace(
+        drawn,
+        modules=tuple(
+            replace(module, kv_exchange=exchange)
+            for module, exchange in zip(modules, exchanges, strict=True)
+        ),
     )
 
 

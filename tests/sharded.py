@@ -91,10 +91,11 @@ class Plain(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
-def sharded(program, split="contiguous", given=None, **sizes):
+def sharded(program, split="contiguous", given=None, exchange="gather", **sizes):
     """The plan of a program that is one module, with these sizes of axes."""
     parallel = Parallel(**sizes)
-    module = ModuleSpec(("",), tuple(range(parallel.size)), parallel, context_split=split)
+    ranks = tuple(range(parallel.size))
+    module = ModuleSpec(("",), ranks, parallel, context_split=split, kv_exchange=exchange)
     return make_plan(Request((module,), microbatches=4), program, layouts=given, stop_after="shard")
 
 

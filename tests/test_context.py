@@ -115,3 +115,50 @@ def test_masks_and_positions_of_families(family, context, split):
 def test_encoders_under_context_too(family):
     samples = workload_of(family).samples[:2]
     assert_passed(multimodal(family, samples, 2, "zigzag", encoders=2))
+
+
+EXCHANGES = [
+    ("sliding", 4, "contiguous", "needed"),
+    ("full", 3, "zigzag", "auto"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "context", "split", "exchange"),
+    EXCHANGES
+    + [
+        pytest.param(name, *size, exchange, marks=pytest.mark.slow)
+        for name in ("full", "sliding", "chunked")
+        for size in SIZES
+        for exchange in ("needed", "auto")
+        if (name, *size, exchange) not in EXCHANGES
+    ],
+)
+def test_keys_of_packed_documents_are_exchanged(name, context, split, exchange):
+    assert_passed(check(name, [documents(4, 9, 2)], packed, context, split, exchange))
+
+
+@pytest.mark.parametrize("exchange", ["needed", "auto"])
+def test_keys_of_padded_samples_are_exchanged(exchange):
+    """Two samples with masks of their own."""
+    samples = [text(13, 1), text(6, 2)]
+    assert_passed(check("full", samples, padded("right"), 3, "zigzag", exchange))
+
+
+EXCHANGED = [("gemma3", "needed", 1), ("gemma3", "heads", 1), ("llava", "needed", 2)]
+
+
+@pytest.mark.parametrize(
+    ("family", "exchange", "tensor"),
+    EXCHANGED
+    + [
+        pytest.param(family, exchange, tensor, marks=pytest.mark.slow)
+        for family in ("llava", "qwen2_5_vl", "gemma3", "llama4", "qwen3_vl_moe")
+        for exchange in ("needed", "heads", "auto")
+        for tensor in (1, 2)
+        if (family, exchange, tensor) not in EXCHANGED
+    ],
+)
+def test_keys_of_families_are_exchanged(family, exchange, tensor):
+    samples = workload_of(family).samples[:2]
+    assert_passed(multimodal(family, samples, 2, "zigzag", 2, exchange, tensor))

@@ -129,6 +129,18 @@ def test_plan_shows_the_layouts_and_inspect_reads_them_from_the_file(capsys) -> 
     assert exchanged.count("all-gather") == 4  # keys and values of two layers
 
 
+def test_attention_that_fetches_its_keys_is_shown_and_agrees(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    needed = _set("module.1.kv_exchange=needed")
+    assert main(["inspect", "shared.toml", "--rank", "1", *needed]) == 0
+    shown = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("│")] for line in shown.splitlines()]
+    fetched = [row for row in rows if len(row) == 9 and row[3] == "keys needed"]
+    assert [row[4:8] for row in fetched] == [["context", "1, 3", "all-to-all", "all-to-all"]] * 2
+    report = verify("shared", "module.1.kv_exchange=needed")
+    assert report["gradients"]["max_relative_error"] < 1e-9
+
+
 def test_inspect_shows_what_a_rank_exchanges_and_with_whom(capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     assert main(["inspect", "shared.toml", "--rank", "1"]) == 0

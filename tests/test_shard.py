@@ -58,6 +58,47 @@ def test_context_gathers_keys_and_values_alone(split):
         assert backward == {"reduce-scatter": 2 * layers}
 
 
+def attention_of(plan):
+    """(divided factor, special) of every attention along the first axis."""
+    nodes = Graph(plan.captured).by_name
+    return {
+        (own[0].name, own[0].special)
+        for name, own in plan.shardings[0].strategies.items()
+        if str(nodes[name].target) == "mllm.attention.default"
+    }
+
+
+@pytest.mark.parametrize("split", ["contiguous", "zigzag"])
+def test_attention_that_fetches_its_keys_needs_no_other_collective(split):
+    plan = sharded(decoder(2), split, exchange="needed", context=2)
+    assert attention_of(plan) == {("s", "exchange")}
+    assert collectives(plan, "context") == ({"all-reduce": 1}, {})
+    assert flops_per_rank(plan) == pytest.approx(1 / 2)
+
+
+def test_attention_by_heads_takes_four_all_to_alls_in_each_direction():
+    plan = sharded(decoder(2), "zigzag", exchange="heads", context=2)
+    assert attention_of(plan) == {("g", "")}
+    assert collectives(plan, "context") == (
+        {"all-to-all": 2 * 4, "all-reduce": 1},
+        {"all-to-all": 2 * 4},
+    )
+    assert flops_per_rank(plan) == pytest.approx(1 / 2)
+
+
+@pytest.mark.parametrize(("kv", "ranks", "chosen"), [(32, 8, "g"), (8, 2, "s"), (4, 8, "s")])
+def test_heads_are_divided_where_that_moves_less(kv, ranks, chosen):
+    """As many key heads as heads on many ranks: by heads; few key heads: by the keys needed."""
+    plan = sharded(decoder(2, **{**LARGE, "kv": kv}), exchange="auto", context=ranks)
+    assert {name for name, _ in attention_of(plan)} == {chosen}
+
+
+def test_attention_that_cannot_do_as_asked_gathers_and_says_so():
+    plan = sharded(decoder(2, kv=1), exchange="heads", context=2)
+    assert attention_of(plan) == {("s", "")}
+    assert any("2 ranks do not divide 1 key heads" in note for note in plan.shardings[0].notes)
+
+
 def test_matrices_are_divided_in_columns_then_in_rows():
     plan = sharded(decoder(2), tensor=2)
     block = "model.layers.1"

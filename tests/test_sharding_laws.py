@@ -86,6 +86,23 @@ def test_strategies_follow_the_rule(plan, operator, axis, fields):
     refused(laws.strategies_follow_rules, with_strategy(plan, name, axis, **fields), f"%{name}")
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"inputs": (S(2, 1, 16), R, R)},  # no keys to exchange
+        {"inputs": (S(2, 1, 16), S(2, 1, 16), S(1, 1, 2))},  # values divided otherwise
+        {"outputs": (R, R)},  # queries at hand read as all of them
+        {"special": ""},
+    ],
+)
+def test_attention_that_fetches_its_keys_divides_all_alike(fields):
+    exchanged = sharded(decoder(2), exchange="needed", context=2)
+    laws.strategies_follow_rules(exchanged)
+    name = node_of(exchanged, "attention")
+    broken = with_strategy(exchanged, name, 0, **fields)
+    refused(laws.strategies_follow_rules, broken, f"%{name}")
+
+
 def test_special_operators_are_named(plan):
     name = node_of(plan, "silu")
     broken = with_strategy(plan, name, 1, special="x")

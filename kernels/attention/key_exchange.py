@@ -7,14 +7,10 @@ among those at hand: no kernel needs to know that keys are missing.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from mllm_compile.compiler.split import Split
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -53,27 +49,27 @@ def key_exchange(intervals: Tensor, queries: Split, keys: Split, place: int) -> 
         place: of the rank along the axis.
 
     """
-    bounds = intervals.numpy()
-    held = [_positions(keys, rank) for rank in range(keys.ranks)]
-    rows = [_positions(queries, rank) for rank in range(queries.ranks)]
-    mine = held[place]
+    ranks = range(keys.ranks)
+    held = [_positions(keys, rank) for rank in ranks]
+    mine, own = held[place], intervals[_positions(queries, place)]
     sends = [
-        _among(mine, bounds[rows[rank]], keys.length) if rank != place else mine[:0]
-        for rank in range(keys.ranks)
+        _among(mine, intervals[_positions(queries, rank)], keys.length)
+        if rank != place
+        else mine[:0]
+        for rank in ranks
     ]
-    own = bounds[rows[place]]
     arriving = [
         theirs[_among(theirs, own, keys.length)] if rank != place else theirs[:0]
         for rank, theirs in enumerate(held)
     ]
-    fetched = np.concatenate(arriving)
+    fetched = torch.cat(arriving)
     return KeyExchange(
-        tuple(map(torch.from_numpy, sends)),
+        tuple(sends),
         tuple(map(len, arriving)),
-        torch.from_numpy(np.argsort(mine)),
-        torch.from_numpy(np.argsort(fetched)),
-        _translated(own, np.sort(mine)),
-        _translated(own, np.sort(fetched)),
+        torch.argsort(mine),
+        torch.argsort(fetched),
+        _translated(own, mine.sort().values),
+        _translated(own, fetched.sort().values),
     )
 
 
@@ -87,23 +83,23 @@ def causal_intervals(intervals: Tensor | None, queries: int, keys: int, causal: 
     return intervals
 
 
-def _positions(split: Split, rank: int) -> Ints:
-    ranges = [np.arange(start, stop) for start, stop in split.parts[rank]]
-    return np.concatenate([np.arange(0), *ranges])
+def _positions(split: Split, rank: int) -> Tensor:
+    ranges = [torch.arange(start, stop) for start, stop in split.parts[rank]]
+    return torch.cat([torch.arange(0), *ranges])
 
 
-def _among(positions: Ints, bounds: npt.NDArray[np.int32], length: int) -> Ints:
+def _among(positions: Tensor, bounds: Tensor, length: int) -> Tensor:
     """The places among ``positions`` of keys that any of the rows sees."""
-    change = np.zeros(length + 1, np.int64)
-    np.add.at(change, bounds[..., 0].ravel(), 1)
-    np.add.at(change, bounds[..., 1].ravel(), -1)
-    return np.flatnonzero(np.cumsum(change)[positions] > 0)
+    starts, ends = (
+        torch.bincount(bounds[..., side].flatten(), minlength=length + 1) for side in (0, 1)
+    )
+    seen = (starts - ends).cumsum(0) > 0
+    return seen[positions].nonzero().squeeze(1)
 
 
-def _translated(bounds: npt.NDArray[np.int32], positions: Ints) -> Tensor:
+def _translated(bounds: Tensor, positions: Tensor) -> Tensor:
     """Intervals of places in the sequence as intervals of ascending ``positions``."""
-    found = np.searchsorted(positions, bounds).astype(np.int32)
-    return torch.from_numpy(found)[None]
+    return torch.searchsorted(positions, bounds.contiguous(), out_int32=True)[None]
 
 
 def shared(exchanges: Sequence[KeyExchange], batch: int) -> list[tuple[slice, KeyExchange]]:

@@ -73,5 +73,16 @@ def other_ways(
     return (*([first] if first else []), *rest)
 
 
+def gathers(node: fx.Node, axis: MeshAxis, strategy: Strategy, factors: Factors | None) -> str:
+    """Why attention gathers its keys although the request asks for another way; "" elsewhere."""
+    asked = axis.exchange in ("needed", "heads") and axis.name == "context"
+    if node.target is not ATTENTION or not asked or strategy.special or strategy.name == GROUPS:
+        return ""
+    if axis.exchange == "needed":
+        return "it has a dense mask or a bias"
+    heads = factors.sizes.get(GROUPS, 1) if factors is not None else 1
+    return f"{axis.size} ranks do not divide {heads} key heads"
+
+
 def _even(strategy: Strategy, axis: MeshAxis) -> bool:
     return strategy.inputs[0].size % axis.size == 0

@@ -9,6 +9,7 @@ from mllm_compile.compiler.mesh import MeshAxis
 from mllm_compile.compiler.plan import NodeCost
 from mllm_compile.compiler.sharding import Sharding
 from mllm_compile.passes.sharding.choices import Setting
+from mllm_compile.passes.sharding.exchange import gathers
 from mllm_compile.passes.sharding.price import share_of
 from mllm_compile.passes.sharding.ties import pattern
 
@@ -20,6 +21,7 @@ def notes(setting: Setting, sharding: Sharding) -> tuple[str, ...]:
         for place, axis in enumerate(sharding.axes)
         for line in _whole(setting, sharding, place, axis)
     ]
+    lines += _gathering(setting, sharding)
     missing = Counter(
         str(point.node.target)
         for point in setting.flow.of("node")
@@ -29,6 +31,19 @@ def notes(setting: Setting, sharding: Sharding) -> tuple[str, ...]:
         listed = ", ".join(f"{name} {count}" for name, count in missing.items())
         lines.append(f"no rule, so whole on every rank: {listed}")
     return tuple(lines)
+
+
+def _gathering(setting: Setting, sharding: Sharding) -> Iterator[str]:
+    """Attention that gathers keys although the request asks for another way."""
+    found: Counter[tuple[str, str]] = Counter()
+    for point in setting.flow.of("node"):
+        factors = setting.classes.refinement.factors.get(point.node)
+        pairs = zip(sharding.axes, sharding.strategies[point.name], strict=True)
+        for axis, strategy in pairs:
+            if why := gathers(point.node, axis, strategy, factors):
+                found[pattern(point.node.meta.get("owner", "")) or "(model)", why] += 1
+    for (owner, why), count in found.items():
+        yield f"context: {count} attention of {owner} gathers all keys: {why}"
 
 
 def _whole(setting: Setting, sharding: Sharding, place: int, axis: MeshAxis) -> Iterator[str]:
