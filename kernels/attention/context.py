@@ -5,8 +5,7 @@ travel it attends to its own, and then joins both by their log-sum-exp. The back
 once more (nothing that was fetched is kept) and returns their gradients the same way, added in the
 order of ranks. Which keys these are follows from the intervals alone, on the host, once per mask.
 
-Joining partial softmax results: online softmax as in FlashAttention (arXiv 2205.14135); fetching
-what is needed: as in MagiAttention (arXiv 2505.13211).
+Source: MagiAttention (arXiv 2505.13211) fetches what is needed, too.
 """
 
 from collections.abc import Sequence
@@ -132,17 +131,6 @@ class _Fetch:
         return [self._shape(at, len(each.sends[rank])) for at, each in self.groups]
 
 
-def _joined(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two attentions of the same queries to different keys as one, in the accumulation dtype."""
-    total = torch.logaddexp(lse, more_lse)
-    nothing = total == float("-inf")
-    shares = [
-        torch.exp(each - total).masked_fill(nothing, 0.0).unsqueeze(-1) for each in (lse, more_lse)
-    ]
-    wide = out.to(lse.dtype) * shares[0] + more.to(lse.dtype) * shares[1]
-    return wide.to(out.dtype), total
-
-
 @torch.library.custom_op("mllm::context_attention", mutates_args=())
 def context_attention(
     q: Tensor,
@@ -186,8 +174,8 @@ def context_attention(
     ]
     for place, (keyed, (at, each)) in enumerate(zip(fetch.fetched(), fetch.groups, strict=True)):
         if sum(each.counts):
-            made[place] = _joined(*made[place], *attend(keyed, at, each.fetched))
-    out = torch.cat([out for out, _ in made])
+            made[place] = reference.merged([made[place], attend(keyed, at, each.fetched)])
+    out = torch.cat([out for out, _ in made]).to(q.dtype)
     return op.by_token(out), torch.cat([lse for _, lse in made]).contiguous()
 
 

@@ -5,7 +5,7 @@ with zeros and by -inf, which change no value. Intervals are computed by ``recta
 lie in none cost nothing. The terms are those of ``reference``.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -122,7 +122,9 @@ def attention(
             _call(q[samples, :, rows], *_keys(k, v, samples, keys), own, keys.start, False, scale)
             for keys, own in parts
         ]
-        out[samples, :, rows], lse[samples, :, rows] = made[0] if len(made) == 1 else _merged(made)
+        out[samples, :, rows], lse[samples, :, rows] = (
+            made[0] if len(made) == 1 else reference.merged(made)
+        )
     return out[..., :width], lse
 
 
@@ -161,17 +163,6 @@ def _call(
     if added is not None:
         blind = masks.blind(added, first, q.shape[2] if causal else 0)
         lse = lse.masked_fill(blind, float("-inf"))
-    return out, lse
-
-
-def _merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of all parts, from that over each: weighed by exp(lse)."""
-    lses = torch.stack([lse for _, lse in parts])
-    lse = lses.logsumexp(0)
-    weights = torch.exp(lses - lse.masked_fill(lse == float("-inf"), 0.0)).unsqueeze(-1)
-    out = parts[0][0] * weights[0]
-    for (other, _), weight in zip(parts[1:], weights[1:], strict=True):
-        out = out.addcmul_(other, weight) if other.dtype == out.dtype else out + other * weight
     return out, lse
 
 

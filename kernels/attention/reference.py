@@ -12,6 +12,7 @@ forward is differentiable by autograd in every floating input.
 """
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -90,6 +91,20 @@ def attention(
     if dropout:
         probabilities = torch.nn.functional.dropout(probabilities, dropout)
     return (probabilities @ values).to(q.dtype), lse
+
+
+def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Attention over the keys of all parts, from (out, lse) of each: weighed by exp(lse).
+
+    The output is in the accumulation dtype. Source: FlashAttention (arXiv 2205.14135), section 3.
+    """
+    lses = torch.stack([lse for _, lse in parts])
+    lse = lses.logsumexp(0)
+    weights = torch.exp(lses - lse.masked_fill(lse == float("-inf"), 0.0)).unsqueeze(-1)
+    out = parts[0][0] * weights[0]
+    for (other, _), weight in zip(parts[1:], weights[1:], strict=True):
+        out = out.addcmul_(other, weight) if other.dtype == out.dtype else out + other * weight
+    return out, lse
 
 
 def attention_backward(
