@@ -1,0 +1,73 @@
+"""One call of attention as arguments of the kernels: specialisation, masks and runs of tiles."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mllm_compile.kernels.attention import runs
+from mllm_compile.kernels.attention.gpu.spec import (
+    Score,
+    Sizes,
+    Spec,
+    Visible,
+    pairs_of,
+    table_of,
+)
+from mllm_compile.kernels.attention.gpu.table import Config, wide
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Inputs, with dense last dims, and who sees whom: ``intervals`` [B|1, Q, n, 2] always."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    intervals: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+    score: Score
+
+    @property
+    def sizes(self) -> Sizes:
+        """Heads and lengths."""
+        return Sizes(self.q.shape[1], self.k.shape[1], self.q.shape[2], self.k.shape[2])
+
+    def spec(self, config: Config, precision: str) -> Spec:
+        """What a kernel cut like ``config`` is compiled for."""
+        size, value_size = self.q.shape[3], self.v.shape[3]
+        return Spec(
+            config.block_q,
+            config.block_k,
+            size,
+            value_size,
+            wide(size),
+            wide(value_size),
+            self.intervals.shape[2],
+            self.mask is not None,
+            self.bias is not None,
+            self.score.softcap != 0.0,
+            config.descriptors,
+            precision,
+        )
+
+    def visible(self, config: Config, by_keys: bool) -> Visible:
+        """The masks as arguments, with the runs of the tiles of ``config``."""
+        batch, sizes = self.q.shape[0], self.sizes
+        tiles = runs.query_runs(self.intervals, config.block_q, config.block_k)
+        bounds = runs.key_bounds(tiles, -(-sizes.keys // config.block_k)) if by_keys else None
+        shape = (batch, sizes.heads, sizes.queries, sizes.keys)
+        return Visible(
+            table_of(self.intervals, batch),
+            table_of(tiles, batch),
+            None if bounds is None else table_of(bounds, batch),
+            pairs_of(None if self.mask is None else self.mask.view(torch.uint8), shape),
+            pairs_of(self.bias, shape),
+        )
+
+
+def streams(x: Tensor) -> bool:
+    """Whether a tensor descriptor can read ``x``: heads and rows start at multiples of 16 bytes."""
+    starts = [x.data_ptr(), *(step * x.element_size() for step in x.stride()[:3])]
+    return all(start % 16 == 0 for start in starts) and min(x.stride()[:3]) > 0

@@ -1,0 +1,104 @@
+"""Attention on a GPU: the entry of the Triton kernels, which needs no Triton to be imported.
+
+Terms as in ``reference``; ``intervals`` as in ``runs``.
+"""
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from mllm_compile.kernels.attention import runs
+from mllm_compile.kernels.attention.gpu.call import Call
+from mllm_compile.kernels.attention.gpu.spec import Score
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_SIZE = 256
+
+
+def supports(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
+    """Whether the kernels compute this call; float64 and odd scales are left to the definition.
+
+    RuntimeError for a call that they would compute if Triton were there.
+    """
+    fits = 0 < q.shape[3] <= MAX_SIZE and 0 < v.shape[3] <= MAX_SIZE and q.dtype in DTYPES
+    nothing_empty = min(q.numel(), k.numel(), v.numel()) > 0
+    mine = q.device.type == "cuda" and fits and nothing_empty and scale > 0.0
+    if mine and find_spec("triton") is None:
+        raise RuntimeError(
+            f"attention: q is on {q.device}, where the kernels are Triton's, and Triton is not "
+            'installed; pip install "triton>=3.6"'
+        )
+    return mine
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _by_token(x: Tensor, size: int) -> Tensor:
+    """An empty [B, H, S, size] like ``x``, laid out as [B, S, H, size]."""
+    return x.new_empty(x.shape[0], x.shape[2], x.shape[1], size).transpose(1, 2)
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    intervals: Tensor | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float,
+) -> Call:
+    seen = runs.visible(intervals, q.shape[2], k.shape[2], causal, q.device)
+    return Call(_dense(q), _dense(k), _dense(v), seen, mask, bias, Score(scale, softcap))
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    intervals: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Output in q's dtype, laid out as [B, Q, H, E], and log-sum-exp in float32."""
+    from mllm_compile.kernels.attention.gpu import launch
+
+    call = _call(q, k, v, intervals, mask, bias, causal, scale, softcap)
+    out = _by_token(q, v.shape[3])
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    launch.forward(call, out, lse)
+    return out, lse
+
+
+def attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    intervals: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, in their dtypes, laid out as [B, S, H, D]."""
+    from mllm_compile.kernels.attention.gpu import launch
+
+    call = _call(q, k, v, intervals, mask, bias, causal, scale, softcap)
+    grads = _by_token(q, q.shape[3]), _by_token(k, k.shape[3]), _by_token(v, v.shape[3])
+    grad_out, lse = _dense(grad_out), lse.contiguous()
+    delta = launch.delta(call, _dense(out), grad_out, lse, grad_lse)
+    launch.dq(call, grad_out, grads[0], lse, delta)
+    launch.dkv(call, grad_out, grads[1], grads[2], lse, delta)
+    return grads

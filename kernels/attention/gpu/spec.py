@@ -1,0 +1,103 @@
+"""What the host hands to the Triton kernels: tensors with their strides, and what is compiled in.
+
+Named tuples are the one structure that Triton takes apart in arguments and constants alike. Nothing
+here needs Triton.
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Rows(NamedTuple):
+    """A tensor [batch, heads, rows, size] whose last dim is dense; strides in elements."""
+
+    data: Any
+    batch: Any
+    head: Any
+    row: Any
+
+
+class Pairs(NamedTuple):
+    """A tensor that broadcasts to [batch, heads, queries, keys]; a stride of 0 repeats."""
+
+    data: Any
+    batch: Any
+    head: Any
+    row: Any
+    column: Any
+
+
+class Table(NamedTuple):
+    """An int32 tensor [batch or 1, …], dense but for the batch, whose stride may be 0."""
+
+    data: Any
+    batch: Any
+
+
+class Visible(NamedTuple):
+    """Who sees whom: intervals [B, Q, n, 2], their tiles, and dense tensors or None.
+
+    ``tiles`` are the runs [B, query blocks, n, 4]; ``bounds`` [B, key blocks, 2] is for dk and dv.
+    """
+
+    intervals: Table
+    tiles: Table
+    bounds: Table | None
+    mask: Pairs | None
+    bias: Pairs | None
+
+
+class Sizes(NamedTuple):
+    """Heads of q, of k and v; lengths of q, of k and v."""
+
+    heads: Any
+    key_heads: Any
+    queries: Any
+    keys: Any
+
+
+class Score(NamedTuple):
+    """softcap·tanh(q·kᵀ·scale / softcap); a softcap of 0 means none."""
+
+    scale: Any
+    softcap: Any
+
+
+class Spec(NamedTuple):
+    """What a kernel is compiled for.
+
+    ``size`` and ``value_size`` are the last dims of q and v, ``wide`` and ``value_wide`` the powers
+    of two that hold them. ``intervals`` is 1 or 2; ``mask``, ``bias`` and ``softcap`` say whether
+    there is one. ``descriptors`` loads keys and values by tensor descriptors (TMA).
+    """
+
+    block_q: int
+    block_k: int
+    size: int
+    value_size: int
+    wide: int
+    value_wide: int
+    intervals: int = 1
+    mask: bool = False
+    bias: bool = False
+    softcap: bool = False
+    descriptors: bool = False
+    precision: str = "ieee"
+
+
+def rows_of(x: Tensor) -> Rows:
+    """``x`` [B, H, S, D] as an argument; its last dim must be dense."""
+    return Rows(x, *x.stride()[:3])
+
+
+def table_of(x: Tensor, batch: int) -> Table:
+    """``x`` [batch or 1, …] as an argument; a single entry is every sample's."""
+    return Table(x, x.stride(0) if x.shape[0] == batch else 0)
+
+
+def pairs_of(x: Tensor | None, shape: tuple[int, int, int, int]) -> Pairs | None:
+    """``x``, which broadcasts to [batch, heads, queries, keys], as an argument."""
+    if x is None:
+        return None
+    return Pairs(x, *x.expand(shape).stride())

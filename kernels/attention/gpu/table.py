@@ -1,0 +1,95 @@
+"""The configurations that are tried on a device, by kernel, target, element size and head size.
+
+Every one of them compiles without stack and spills, within shared memory and with matrix
+instructions; ``mllm-compile kernels`` shows what each takes. A head size between two is treated as
+the larger. Where tensor descriptors (TMA) can be used, one configuration without them remains for
+tensors whose rows do not start at multiples of 16 bytes.
+"""
+
+from typing import NamedTuple
+
+INTERPRETER = "interpreter"
+
+
+class Config(NamedTuple):
+    """How a kernel is cut: tile, warps, pipeline stages, tensor descriptors."""
+
+    block_q: int
+    block_k: int
+    warps: int = 4
+    stages: int = 2
+    descriptors: bool = False
+
+
+DELTA = Config(64, 64)
+
+# (target, kernel, bits of an element, head size): what to try
+CONFIGS: dict[tuple[str, str, int, int], tuple[Config, ...]] = {
+    ("sm90", "forward", 16, 64): (
+        Config(128, 128, 8, 2, True),
+        Config(128, 64, 8, 3, True),
+        Config(64, 64, 4, 3, True),
+        Config(128, 64, 8, 3),
+    ),
+    ("sm90", "dq", 16, 64): (
+        Config(128, 64, 8, 2, True),
+        Config(64, 64, 4, 2, True),
+        Config(128, 64, 8, 2),
+    ),
+    ("sm90", "dkv", 16, 64): (
+        Config(64, 64, 4, 2, True),
+        Config(32, 128, 8, 2, True),
+        Config(64, 64, 8, 2),
+    ),
+    ("sm90", "forward", 16, 128): (
+        Config(128, 64, 8, 3, True),
+        Config(128, 128, 8, 2, True),
+        Config(64, 64, 4, 3, True),
+        Config(128, 64, 8, 3),
+    ),
+    ("sm90", "dq", 16, 128): (
+        Config(128, 64, 8, 2, True),
+        Config(64, 64, 4, 2, True),
+        Config(128, 64, 8, 2),
+    ),
+    ("sm90", "dkv", 16, 128): (
+        Config(64, 64, 8, 2, True),
+        Config(32, 128, 8, 2, True),
+        Config(32, 64, 8, 2),
+    ),
+}
+
+INTERPRETED = {
+    "forward": (Config(64, 128, descriptors=True), Config(64, 128)),
+    "dq": (Config(128, 64),),
+    "dkv": (Config(64, 128, descriptors=True), Config(64, 128)),
+}
+
+
+def configs(target: str, kernel: str, bits: int, size: int) -> tuple[Config, ...]:
+    """What to try for a kernel on a target; ``size`` is the larger head size."""
+    if target == INTERPRETER:
+        return INTERPRETED[kernel]
+    listed = [at[3] for at in CONFIGS if at[:3] == (target, kernel, bits) and at[3] >= size]
+    return CONFIGS[target, kernel, bits, min(listed)]
+
+
+def wide(size: int) -> int:
+    """The least power of two that holds a head size and that a tensor core can take."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def precision(target: str, dtype: str) -> str:
+    """How a dtype is multiplied: float32 as three products of tf32, where a target has those."""
+    return "tf32x3" if dtype == "float32" and target.startswith("sm") else "ieee"
+
+
+def target_of(backend: str, architecture: int | str) -> str:
+    """The table's target for a device, as Triton names it; RuntimeError where there is none."""
+    if backend == "hip":
+        return "gfx942"
+    if int(architecture) < 80:
+        raise RuntimeError(
+            f"attention: the kernels need compute capability 8.0, got {architecture}"
+        )
+    return {9: "sm90", 10: "sm100"}.get(int(architecture) // 10, "sm80")
