@@ -1,7 +1,7 @@
 """The command line: arguments and errors. What commands do stands in ``commands_*``.
 
-Exit codes: 0 done; 1 verified and found different; 2 an error, told in one paragraph on standard
-error (``--debug`` shows the traceback); 130 interrupted.
+Exit codes: 0 done; 1 verified and found different, or a kernel is not fit for its table; 2 an
+error, told in one paragraph on standard error (``--debug`` shows the traceback); 130 interrupted.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from typing import NoReturn
 from mllm_compile.compiler.errors import CompileError
 from mllm_compile.output import check_writable
 
+_KERNELS = "compile the Triton kernels ahead of time, and show what they take"
 ERROR = 2
 INTERRUPTED = 130
 OUTPUTS = {"output": False, "json": False, "log": False, "dump": True, "checkpoint": True}  # folder
@@ -34,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         _check_outputs(options)
-        sys.path.append(str(Path(options.path).resolve().parent))  # a workload beside its request
+        if options.command != "kernels":  # a workload may lie beside its request
+            sys.path.append(str(Path(options.path).resolve().parent))
         code = _command(options.command)(options)
         sys.stdout.flush()
         return code
@@ -56,6 +58,10 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
         from mllm_compile import commands_run
 
         return {"verify": commands_run.verify, "run": commands_run.run}[name]
+    if name == "kernels":
+        from mllm_compile import commands_kernels
+
+        return commands_kernels.kernels
     from mllm_compile import commands_plan as plan
 
     return {"capture": plan.capture, "plan": plan.plan, "inspect": plan.inspect}[name]
@@ -66,6 +72,7 @@ def _check_outputs(options: argparse.Namespace) -> None:
     for option, folder in OUTPUTS.items():
         path = getattr(options, option, None)
         if path:
+            folder = folder or (options.command, option) == ("kernels", "output")
             check_writable(f"--{option}", Path(path), folder=folder)
 
 
@@ -109,7 +116,16 @@ def _parser() -> Parser:
             )
         if add is not None:
             add(command)
+    _kernels_options(commands.add_parser("kernels", help=_KERNELS, description=f"{_KERNELS}."))
     return parser
+
+
+def _kernels_options(command: argparse.ArgumentParser) -> None:
+    targets = ("sm80", "sm90", "sm100", "gfx942")
+    command.add_argument("--target", nargs="+", choices=targets, help="architectures (all)")
+    command.add_argument("--json", metavar="OUT", help="write what the kernels take to a file")
+    command.add_argument("--output", metavar="DIR", help="write source, PTX and code there")
+    command.add_argument("--debug", action="store_true", help="show tracebacks of errors")
 
 
 def _plan_options(command: argparse.ArgumentParser) -> None:

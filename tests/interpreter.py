@@ -80,7 +80,7 @@ def error(got, want):
 def expected(args, grads, pairs, bias, causal, scale, softcap):
     """out, lse and gradients by the definition in float64."""
     wide = [x.double().requires_grad_() for x in args]
-    out, lse = reference.attention(*wide, pairs, bias, causal, scale, softcap)
+    out, lse = reference.attention(*wide, None, pairs, bias, causal, scale, softcap)
     finite = lse.masked_fill(lse == float("-inf"), 0)
     return out, lse, torch.autograd.grad([out, finite], wide, [x.double() for x in grads])
 

@@ -1,7 +1,8 @@
 """``mllm::attention``: every attention of a captured graph is this one operator.
 
 It returns the output and the log-sum-exp that its backward needs, because forward and backward are
-lowered into different graphs. Both operators choose the kernel by device and never read values.
+lowered into different graphs. Both operators choose the kernel by device and never read values:
+fused ones on a CPU, Triton's on a GPU but for float64, the definition for what neither computes.
 Layouts are fixed, so that fake and real agree: out and the gradients are [B, S, H, D] in memory
 (seen as [B, H, S, D]), lse is contiguous. Terms and shapes: ``reference``.
 """
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from mllm_compile.kernels.attention import cpu, reference
+from mllm_compile.kernels.attention.gpu import entry as gpu
 
 
 def by_token(x: Tensor) -> Tensor:
@@ -87,6 +89,8 @@ def attention(
     check(q, k, v, intervals, mask, bias)
     if cpu.supports(q, k, v, softcap):
         out, lse = cpu.attention(q, k, v, intervals, mask, bias, causal, scale)
+    elif gpu.supports(q, k, v, scale):
+        out, lse = gpu.attention(q, k, v, intervals, mask, bias, causal, scale, softcap)
     else:
         out, lse = reference.attention(q, k, v, intervals, mask, bias, causal, scale, softcap)
     return by_token(out), lse.contiguous()
@@ -129,6 +133,10 @@ def attention_backward(
     if cpu.supports(q, k, v, softcap):
         grads = cpu.attention_backward(
             grad_out, grad_lse, q, k, v, out, lse, intervals, mask, bias, causal, scale
+        )
+    elif gpu.supports(q, k, v, scale):
+        grads = gpu.attention_backward(
+            grad_out, grad_lse, q, k, v, out, lse, intervals, mask, bias, causal, scale, softcap
         )
     else:
         grads = reference.attention_backward(

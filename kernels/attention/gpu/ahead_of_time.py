@@ -65,6 +65,21 @@ class Compiled:
     stages: dict[str, str | bytes]
     resources: Resources
 
+    @property
+    def faults(self) -> list[str]:
+        """Why the variant may not be in the table.
+
+        Two cases are left the older matrix instructions: float32, whose three products of tf32 want
+        the registers, and dk with dv at head size 256, two accumulators of 64 rows of it.
+        """
+        variant, spec = self.variant, self.variant.spec
+        big = variant.kernel == "dkv" and max(spec.size, spec.value_size) > 128
+        return self.resources.faults(
+            variant.target,
+            own_matrix=variant.dtype != "float32" and not big,
+            descriptors=variant.config.descriptors,
+        )
+
 
 def compile_variant(variant: Variant) -> Compiled:
     """Compile for the variant's target; RuntimeError in Triton's interpreter, which cannot."""
@@ -81,7 +96,7 @@ def compile_variant(variant: Variant) -> Compiled:
             attributes[path] = [["tt.divisibility", 16]]
     signature = {name: _without_none(kind) for name, kind in types.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": config.warps, "num_stages": config.stages}
+    options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
     nvidia = variant.target.startswith("sm")
     number = int(variant.target[2:]) if nvidia else variant.target
     target = GPUTarget("cuda" if nvidia else "hip", number, 32 if nvidia else 64)
@@ -130,12 +145,13 @@ def _without_none(kind: Any) -> Any:
 
 def shipped(target: str) -> Iterator[Variant]:
     """Every configuration of the table for a target, for one interval per query."""
-    for (at, kernel, bits, wide), configs in table.CONFIGS.items():
+    for (at, bits, size), kernels in table.CONFIGS.items():
         if at != target:
             continue
         dtype = "float32" if bits == 32 else "bfloat16"
-        for config in configs:
-            yield Variant(kernel, target, dtype, config, spec_of(config, target, dtype, wide))
+        for kernel, configs in kernels.items():
+            for config in configs:
+                yield Variant(kernel, target, dtype, config, spec_of(config, target, dtype, size))
 
 
 def spec_of(config: Config, target: str, dtype: str, size: int, **kinds: Any) -> Spec:

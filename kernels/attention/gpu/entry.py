@@ -11,19 +11,21 @@ from torch import Tensor
 from mllm_compile.kernels.attention import runs
 from mllm_compile.kernels.attention.gpu.call import Call
 from mllm_compile.kernels.attention.gpu.spec import Score
+from mllm_compile.kernels.attention.gpu.table import largest
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MAX_SIZE = 256
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
-    """Whether the kernels compute this call; float64 and odd scales are left to the definition.
+    """Whether the kernels compute this call; the definition does where they do not.
 
-    RuntimeError for a call that they would compute if Triton were there.
+    Left to it: float64, heads larger than the table's (256, in float32 128), scales of 0 or below,
+    empty inputs. RuntimeError for a call that the kernels would compute if Triton were there.
     """
-    fits = 0 < q.shape[3] <= MAX_SIZE and 0 < v.shape[3] <= MAX_SIZE and q.dtype in DTYPES
-    nothing_empty = min(q.numel(), k.numel(), v.numel()) > 0
-    mine = q.device.type == "cuda" and fits and nothing_empty and scale > 0.0
+    if q.device.type != "cuda" or q.dtype not in DTYPES:
+        return False
+    fits = max(q.shape[3], v.shape[3]) <= largest(q.element_size() * 8)
+    mine = fits and scale > 0.0 and min(q.numel(), k.numel(), v.numel()) > 0
     if mine and find_spec("triton") is None:
         raise RuntimeError(
             f"attention: q is on {q.device}, where the kernels are Triton's, and Triton is not "

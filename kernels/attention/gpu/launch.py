@@ -103,6 +103,7 @@ class Launch:
             call.spec(config, table.precision(_target(call.q.device), dtype)),
             num_warps=config.warps,
             num_stages=config.stages,
+            enable_fp_fusion=True,
         )
 
     def _descriptor(self, x: Tensor, config: Config) -> TensorDescriptor | None:

@@ -10,12 +10,7 @@ import triton
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_LIMIT = {"sm80": 163, "sm90": 227, "sm100": 227, "gfx942": 64}  # KiB a program may have
-MATRIX = {  # the instruction that a target's tensor cores are reached by
-    "sm80": "HMMA",
-    "sm90": "HGMMA",
-    "sm100": "UTCHMMA",
-    "gfx942": "MFMA",
-}
+MATRIX = {"sm90": "HGMMA", "sm100": "UTCHMMA"}  # what products must be made by where it fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +29,20 @@ class Resources:
         """The same, with the bytes of shared memory that a launch must ask for."""
         return replace(self, shared=shared)
 
-    def faults(self, target: str, descriptors: bool, products: bool = True) -> list[str]:
-        """Why this may not be in the table, in words; ``products`` says if it multiplies."""
-        limit = SHARED_LIMIT.get(target, 99)
-        matrix = self.matrix.get(MATRIX.get(target, "HMMA"), 0)
+    def faults(self, target: str, *, own_matrix: bool, descriptors: bool) -> list[str]:
+        """Why a kernel may not be in the table, in words.
+
+        With ``own_matrix`` its products must be made by the target's own matrix instructions, with
+        ``descriptors`` its tiles loaded by descriptors.
+        """
+        limit = SHARED_LIMIT[target]
+        wanted = MATRIX.get(target) if own_matrix else None
+        matrix = self.matrix[wanted] if wanted else sum(self.matrix.values())
         checks = {
             f"{self.stack} bytes of stack": self.stack > 0,
             f"{self.spills} spills": self.spills > 0,
             f"{self.shared / 1024:.0f} KiB shared of {limit}": self.shared > limit * 1024,
-            "no matrix instruction": products and not matrix,
+            f"no {wanted or 'matrix instruction'}": not matrix,
             "no descriptor load": descriptors and not self.descriptor_loads,
             f"{self.atomics} atomics": self.atomics > 0,
         }
@@ -81,7 +81,7 @@ def of_amd(text: str) -> Resources:
     return Resources(
         field("vgpr_count"),
         field("private_segment_fixed_size"),
-        field("vgpr_spill_count") + field("sgpr_spill_count"),
+        field("vgpr_spill_count"),  # scalar registers spill into vector registers
         {"MFMA": len(re.findall(r"\bv_mfma", text))},
         0,
         len(re.findall(r"\b(?:global|buffer|flat|ds)_(?:atomic|add|cmpst)\w*", text)),

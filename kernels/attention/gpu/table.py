@@ -9,6 +9,7 @@ tensors whose rows do not start at multiples of 16 bytes.
 from typing import NamedTuple
 
 INTERPRETER = "interpreter"
+TARGETS = ("sm80", "sm90", "sm100", "gfx942")
 
 
 class Config(NamedTuple):
@@ -23,40 +24,118 @@ class Config(NamedTuple):
 
 DELTA = Config(64, 64)
 
-# (target, kernel, bits of an element, head size): what to try
-CONFIGS: dict[tuple[str, str, int, int], tuple[Config, ...]] = {
-    ("sm90", "forward", 16, 64): (
-        Config(128, 128, 8, 2, True),
-        Config(128, 64, 8, 3, True),
-        Config(64, 64, 4, 3, True),
-        Config(128, 64, 8, 3),
-    ),
-    ("sm90", "dq", 16, 64): (
-        Config(128, 64, 8, 2, True),
-        Config(64, 64, 4, 2, True),
-        Config(128, 64, 8, 2),
-    ),
-    ("sm90", "dkv", 16, 64): (
-        Config(64, 64, 4, 2, True),
-        Config(32, 128, 8, 2, True),
-        Config(64, 64, 8, 2),
-    ),
-    ("sm90", "forward", 16, 128): (
-        Config(128, 64, 8, 3, True),
-        Config(128, 128, 8, 2, True),
-        Config(64, 64, 4, 3, True),
-        Config(128, 64, 8, 3),
-    ),
-    ("sm90", "dq", 16, 128): (
-        Config(128, 64, 8, 2, True),
-        Config(64, 64, 4, 2, True),
-        Config(128, 64, 8, 2),
-    ),
-    ("sm90", "dkv", 16, 128): (
-        Config(64, 64, 8, 2, True),
-        Config(32, 128, 8, 2, True),
-        Config(32, 64, 8, 2),
-    ),
+# (target, bits of an element, head size): per kernel, what to try
+CONFIGS: dict[tuple[str, int, int], dict[str, tuple[Config, ...]]] = {
+    ("sm80", 16, 64): {
+        "forward": (Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
+        "dq": (Config(64, 64, 4, 2),),
+        "dkv": (Config(64, 64, 8, 2),),
+    },
+    ("sm80", 16, 128): {
+        "forward": (Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
+        "dq": (Config(64, 64, 8, 2), Config(64, 64, 4, 2)),
+        "dkv": (Config(32, 64, 8, 2),),
+    },
+    ("sm80", 16, 256): {
+        "forward": (Config(64, 32, 8, 2),),
+        "dq": (Config(32, 32, 8, 2),),
+        "dkv": (Config(32, 32, 8, 2),),
+    },
+    ("sm90", 16, 64): {
+        "forward": (
+            Config(128, 128, 8, 2, True),
+            Config(128, 64, 8, 3, True),
+            Config(64, 64, 4, 3, True),
+            Config(128, 64, 8, 3),
+        ),
+        "dq": (Config(128, 64, 8, 2, True), Config(64, 64, 4, 2, True), Config(128, 64, 8, 2)),
+        "dkv": (Config(64, 64, 4, 2, True), Config(32, 128, 8, 2, True), Config(64, 64, 8, 2)),
+    },
+    ("sm90", 16, 128): {
+        "forward": (
+            Config(128, 64, 8, 3, True),
+            Config(128, 128, 8, 2, True),
+            Config(64, 64, 4, 3, True),
+            Config(128, 64, 8, 3),
+        ),
+        "dq": (Config(128, 64, 8, 2, True), Config(64, 64, 4, 2, True), Config(128, 64, 8, 2)),
+        "dkv": (Config(64, 64, 8, 2, True), Config(32, 128, 8, 2, True), Config(32, 64, 8, 2)),
+    },
+    ("sm90", 16, 256): {
+        "forward": (Config(128, 64, 8, 2, True), Config(64, 32, 8, 2)),
+        "dq": (Config(64, 32, 8, 2, True), Config(64, 32, 8, 2)),
+        "dkv": (Config(32, 32, 8, 2),),
+    },
+    ("sm100", 16, 64): {
+        "forward": (Config(128, 64, 8, 2, True), Config(128, 64, 8, 2)),
+        "dq": (Config(128, 64, 8, 2, True), Config(128, 64, 8, 2)),
+        "dkv": (Config(64, 64, 4, 2, True), Config(64, 64, 8, 2)),
+    },
+    ("sm100", 16, 128): {
+        "forward": (Config(128, 64, 8, 3, True), Config(128, 64, 8, 3)),
+        "dq": (Config(128, 64, 8, 2, True), Config(128, 64, 8, 2)),
+        "dkv": (Config(64, 64, 8, 2, True), Config(32, 64, 8, 2)),
+    },
+    ("sm100", 16, 256): {
+        "forward": (Config(64, 32, 8, 2),),
+        "dq": (Config(64, 32, 8, 2),),
+        "dkv": (Config(32, 32, 8, 2),),
+    },
+    ("gfx942", 16, 64): {
+        "forward": (Config(64, 64, 4, 1),),
+        "dq": (Config(64, 64, 4, 1),),
+        "dkv": (Config(32, 64, 4, 1),),
+    },
+    ("gfx942", 16, 128): {
+        "forward": (Config(64, 32, 4, 1), Config(64, 64, 8, 1)),
+        "dq": (Config(64, 32, 4, 1),),
+        "dkv": (Config(32, 32, 4, 1),),
+    },
+    ("gfx942", 16, 256): {
+        "forward": (Config(32, 32, 4, 1),),
+        "dq": (Config(32, 32, 4, 1),),
+        "dkv": (Config(16, 32, 8, 1),),
+    },
+    ("sm80", 32, 64): {
+        "forward": (Config(64, 32, 8, 2),),
+        "dq": (Config(32, 32, 8, 2),),
+        "dkv": (Config(32, 32, 8, 2),),
+    },
+    ("sm80", 32, 128): {
+        "forward": (Config(32, 32, 8, 2),),
+        "dq": (Config(16, 32, 8, 2),),
+        "dkv": (Config(32, 16, 8, 2),),
+    },
+    ("sm90", 32, 64): {
+        "forward": (Config(64, 32, 8, 2),),
+        "dq": (Config(16, 32, 8, 2),),
+        "dkv": (Config(32, 32, 8, 2),),
+    },
+    ("sm90", 32, 128): {
+        "forward": (Config(32, 32, 8, 2),),
+        "dq": (Config(16, 32, 8, 2),),
+        "dkv": (Config(32, 16, 8, 2),),
+    },
+    ("sm100", 32, 64): {
+        "forward": (Config(64, 32, 8, 2),),
+        "dq": (Config(32, 32, 8, 2),),
+        "dkv": (Config(32, 32, 8, 2),),
+    },
+    ("sm100", 32, 128): {
+        "forward": (Config(32, 32, 8, 2),),
+        "dq": (Config(16, 32, 8, 2),),
+        "dkv": (Config(32, 16, 8, 2),),
+    },
+    ("gfx942", 32, 64): {
+        "forward": (Config(32, 32, 4, 1),),
+        "dq": (Config(32, 32, 4, 1),),
+        "dkv": (Config(32, 32, 4, 1),),
+    },
+    ("gfx942", 32, 128): {
+        "forward": (Config(32, 32, 4, 1),),
+        "dq": (Config(32, 32, 4, 1),),
+        "dkv": (Config(32, 32, 4, 1),),
+    },
 }
 
 INTERPRETED = {
@@ -66,12 +145,21 @@ INTERPRETED = {
 }
 
 
+def largest(bits: int) -> int:
+    """The head size up to which every target has configurations."""
+    sizes: dict[str, int] = {}
+    for target, at, size in CONFIGS:
+        if at == bits:
+            sizes[target] = max(size, sizes.get(target, 0))
+    return min(sizes.values())
+
+
 def configs(target: str, kernel: str, bits: int, size: int) -> tuple[Config, ...]:
     """What to try for a kernel on a target; ``size`` is the larger head size."""
     if target == INTERPRETER:
         return INTERPRETED[kernel]
-    listed = [at[3] for at in CONFIGS if at[:3] == (target, kernel, bits) and at[3] >= size]
-    return CONFIGS[target, kernel, bits, min(listed)]
+    listed = [at[2] for at in CONFIGS if at[:2] == (target, bits) and at[2] >= size]
+    return CONFIGS[target, bits, min(listed)][kernel]
 
 
 def wide(size: int) -> int:

@@ -1,0 +1,76 @@
+"""``mllm-compile kernels``: compile the Triton kernels without a GPU and say what they take."""
+
+import json
+from argparse import Namespace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from mllm_compile.compiler.errors import RequestError, explain
+from mllm_compile.kernels.attention.gpu.table import TARGETS
+from mllm_compile.output import Output, write
+from mllm_compile.render import new_table
+
+if TYPE_CHECKING:  # imports triton
+    from mllm_compile.kernels.attention.gpu.ahead_of_time import Compiled
+
+
+def kernels(options: Namespace) -> int:
+    """Compile every configuration of the table; 1 if one of them should not be in it."""
+    if find_spec("triton") is None:
+        what, remedy = "kernels", 'pip install "triton>=3.6"'
+        raise RequestError(explain(what, expected="triton", got="no such package", remedy=remedy))
+    from mllm_compile.kernels.attention.gpu.ahead_of_time import compile_variant, shipped
+
+    records, broken = [], 0
+    for target in options.target or TARGETS:
+        done = [compile_variant(variant) for variant in shipped(target)]
+        Output().print(_view(target, done))
+        records += [_record(each) for each in done]
+        broken += sum(bool(each.faults) for each in done)
+        for each in done if options.output else ():
+            _save(each, Path(options.output))
+    if options.json:
+        write(Path(options.json), json.dumps(records, indent=1) + "\n")
+    return 1 if broken else 0
+
+
+def _view(target: str, done: list["Compiled"]) -> Table:
+    table = new_table(
+        target, "dtype", "size", "tile", "warps", "stages", "registers", "stack", "spills",
+        "shared KiB", "matrix", "TMA", "atomics", "rejected for",
+    )  # fmt: skip
+    for each in done:
+        variant, config, taken = each.variant, each.variant.config, each.resources
+        matrix = ", ".join(f"{count} {name}" for name, count in taken.matrix.items() if count)
+        cells = (
+            variant.kernel, variant.dtype, variant.spec.size,
+            f"{config.block_q}x{config.block_k}", config.warps, config.stages, taken.registers,
+            taken.stack, taken.spills, f"{taken.shared / 1024:.1f}", matrix,
+            taken.descriptor_loads, taken.atomics, "; ".join(each.faults),
+        )  # fmt: skip
+        table.add_row(*map(str, cells))
+    return table
+
+
+def _record(each: "Compiled") -> dict[str, Any]:
+    variant, taken = each.variant, each.resources
+    return {
+        "kernel": variant.kernel,
+        "target": variant.target,
+        "dtype": variant.dtype,
+        "size": variant.spec.size,
+        **variant.config._asdict(),
+        **{name: getattr(taken, name) for name in taken.__slots__},
+        "faults": each.faults,
+    }
+
+
+def _save(each: "Compiled", folder: Path) -> None:
+    """One file a stage: the source, Triton's forms, PTX and code."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for suffix, text in each.stages.items():
+        data = text if isinstance(text, bytes) else text.encode()
+        (folder / f"{each.variant.name}.{suffix}").write_bytes(data)
