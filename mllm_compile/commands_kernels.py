@@ -39,8 +39,8 @@ def kernels(options: Namespace) -> int:
 
 def _view(target: str, done: list["Compiled"]) -> Table:
     table = new_table(
-        target, "dtype", "size", "tile", "warps", "stages", "registers", "stack", "spills",
-        "shared KiB", "matrix", "TMA", "atomics", "rejected for",
+        target, "kernel", "dtype", "size", "tile", "warps", "stages", "registers", "stack",
+        "spills", "shared KiB", "matrix", "TMA", "atomics", "rejected for",
     )  # fmt: skip
     for each in done:
         variant, config, taken = each.variant, each.variant.config, each.resources

@@ -94,7 +94,7 @@ def compile_variant(variant: Variant) -> Compiled:
             constants[path] = None
         elif kind[0] == "*" or (kind == "i32" and kernel.arg_names[path[0]] != "sizes"):
             attributes[path] = [["tt.divisibility", 16]]
-    signature = {name: _without_none(kind) for name, kind in types.items()}
+    signature = {name: kind or "constexpr" for name, kind in types.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
     nvidia = variant.target.startswith("sm")
@@ -112,8 +112,9 @@ def _types(kernel: Any, variant: Variant) -> dict[str, Any]:
     spec, dtype = variant.spec, TYPES[variant.dtype]
     rows = Rows("*" + dtype, "i32", "i32", "i32")
     table_ = Table("*i32", "i32")
-    dense = {"mask": Pairs("*u8", *["i32"] * 4), "bias": Pairs("*" + dtype, *["i32"] * 4)}
-    pairs = (kind if getattr(spec, name) else None for name, kind in dense.items())
+    dense = {"mask": "*u8", "bias": "*" + dtype}
+    held = (kind if getattr(spec, name) else "*i32" for name, kind in dense.items())
+    pairs = (Pairs(kind, *["i32"] * 4) for kind in held)
     known: dict[str, Any] = {
         "visible": Visible(table_, table_, table_, *pairs),
         "sizes": Sizes(*["i32"] * 4),
@@ -134,13 +135,6 @@ def _leaves(kind: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, 
             yield from _leaves(part, (*path, index))
     else:
         yield path, kind
-
-
-def _without_none(kind: Any) -> Any:
-    if isinstance(kind, tuple):
-        parts = map(_without_none, kind)
-        return type(kind)(*parts)
-    return "constexpr" if kind is None else kind
 
 
 def shipped(target: str) -> Iterator[Variant]:

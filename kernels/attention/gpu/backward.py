@@ -34,9 +34,14 @@ def delta_kernel(out, grad_out, lse, grad_lse, delta, sizes, spec: tl.constexpr)
     start = block * spec.block_q
     row = start + tl.arange(0, spec.block_q)
     inside = row < sizes.queries
-    count, size, wide = sizes.queries, spec.value_size, spec.value_wide
-    value = load(query_base(out, place), out.row, start, count, spec.block_q, size, wide)
-    grad = load(query_base(grad_out, place), grad_out.row, start, count, spec.block_q, size, wide)
+    value = load(
+        query_base(out, place), out.row, start, sizes.queries, spec.block_q, spec.value_size,
+        spec.value_wide,
+    )  # fmt: skip
+    grad = load(
+        query_base(grad_out, place), grad_out.row, start, sizes.queries, spec.block_q,
+        spec.value_size, spec.value_wide,
+    )  # fmt: skip
     total = tl.sum(value.to(tl.float32) * grad.to(tl.float32), 1)
     if grad_lse is not None:
         total -= tl.load(row_of(grad_lse, place, sizes) + row, mask=inside, other=0.0)
@@ -114,13 +119,18 @@ def dq_kernel(
 
 
 @triton.jit
+def _kind_in(run, tile):
+    kept = (tile >= run[0]) & (tile < run[3])
+    full = (tile >= run[1]) & (tile < run[2])
+    return kept.to(tl.int32) + full.to(tl.int32)
+
+
+@triton.jit
 def _kind(visible, batch, block, tile, spec: tl.constexpr):
     """How a query block sees a tile of keys: 0 not, 1 in part, 2 in full."""
-    kind = 0
-    for index in tl.static_range(spec.intervals):
-        run = run_of(visible.tiles, batch, block, index, spec)
-        kind += ((tile >= run[0]) & (tile < run[3])).to(tl.int32)
-        kind += ((tile >= run[1]) & (tile < run[2])).to(tl.int32)
+    kind = _kind_in(run_of(visible.tiles, batch, block, 0, spec), tile)
+    if spec.intervals == 2:
+        kind += _kind_in(run_of(visible.tiles, batch, block, 1, spec), tile)
     return kind
 
 

@@ -56,14 +56,16 @@ class Call:
         """The masks as arguments, with the runs of the tiles of ``config``."""
         batch, sizes = self.q.shape[0], self.sizes
         tiles = runs.query_runs(self.intervals, config.block_q, config.block_k)
-        bounds = runs.key_bounds(tiles, -(-sizes.keys // config.block_k)) if by_keys else None
+        bounds = runs.key_bounds(tiles, -(-sizes.keys // config.block_k)) if by_keys else tiles
         shape = (batch, sizes.heads, sizes.queries, sizes.keys)
+        intervals = table_of(self.intervals, batch)
+        mask = None if self.mask is None else self.mask.view(torch.uint8)
         return Visible(
-            table_of(self.intervals, batch),
+            intervals,
             table_of(tiles, batch),
-            None if bounds is None else table_of(bounds, batch),
-            pairs_of(None if self.mask is None else self.mask.view(torch.uint8), shape),
-            pairs_of(self.bias, shape),
+            table_of(bounds, batch),
+            pairs_of(mask, shape, intervals),
+            pairs_of(self.bias, shape, intervals),
         )
 
 

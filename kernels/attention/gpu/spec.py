@@ -36,16 +36,17 @@ class Table(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """Who sees whom: intervals [B, Q, n, 2], their tiles, and dense tensors or None.
+    """Who sees whom: intervals [B, Q, n, 2], their tiles, and dense tensors.
 
-    ``tiles`` are the runs [B, query blocks, n, 4]; ``bounds`` [B, key blocks, 2] is for dk and dv.
+    ``tiles`` are the runs [B, query blocks, n, 4]. Read only where they are wanted: ``bounds``
+    [B, key blocks, 2] for dk and dv, ``mask`` and ``bias`` where ``Spec`` says so.
     """
 
     intervals: Table
     tiles: Table
-    bounds: Table | None
-    mask: Pairs | None
-    bias: Pairs | None
+    bounds: Table
+    mask: Pairs
+    bias: Pairs
 
 
 class Sizes(NamedTuple):
@@ -96,8 +97,11 @@ def table_of(x: Tensor, batch: int) -> Table:
     return Table(x, x.stride(0) if x.shape[0] == batch else 0)
 
 
-def pairs_of(x: Tensor | None, shape: tuple[int, int, int, int]) -> Pairs | None:
-    """``x``, which broadcasts to [batch, heads, queries, keys], as an argument."""
+def pairs_of(x: Tensor | None, shape: tuple[int, int, int, int], unread: Table) -> Pairs:
+    """``x``, which broadcasts to [batch, heads, queries, keys], as an argument.
+
+    Where there is none, any tensor stands for it: Triton 3.6 miscounts what follows a None.
+    """
     if x is None:
-        return None
+        return Pairs(unread.data, 0, 0, 0, 0)
     return Pairs(x, *x.expand(shape).stride())

@@ -118,7 +118,7 @@ CONFIGS: dict[tuple[str, int, int], dict[str, tuple[Config, ...]]] = {
     },
     ("sm100", 32, 64): {
         "forward": (Config(64, 32, 8, 2),),
-        "dq": (Config(32, 32, 8, 2),),
+        "dq": (Config(16, 32, 8, 2),),
         "dkv": (Config(32, 32, 8, 2),),
     },
     ("sm100", 32, 128): {
