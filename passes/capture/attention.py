@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from mllm_compile.passes.capture.attention_masks import ALL_KNOWN, Facts
 from mllm_compile.passes.capture.attention_sites import TORCH_SDPA, AttentionSites
+from mllm_compile.passes.capture.implementation_name import ImplementationName
 
 _names = itertools.count()
 
@@ -84,8 +85,9 @@ def _hugging_face(model: nn.Module, sites: AttentionSites) -> Iterator[None]:
     configs = list(_configs(model))
     before = [config._attn_implementation_internal for config in configs]
     try:
-        for config in configs:
-            config._attn_implementation_internal = plain if _refuses_flash(config) else packed
+        for config, chosen in zip(configs, before, strict=True):
+            name = plain if _refuses_flash(config) else packed
+            config._attn_implementation_internal = ImplementationName(name, chosen)
         yield
     finally:
         for config, name in zip(configs, before, strict=True):

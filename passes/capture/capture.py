@@ -20,6 +20,7 @@ from mllm_compile.passes.capture.entries import Entries
 from mllm_compile.passes.capture.explicit_dtypes import pin_dtypes
 from mllm_compile.passes.capture.forward_trace import ForwardTrace, Outputs
 from mllm_compile.passes.capture.functionalize import functionalize
+from mllm_compile.passes.capture.implementation_name import check_masks
 from mllm_compile.passes.capture.loss import Loss, take_apart
 from mllm_compile.passes.capture.prepare import prepare
 from mllm_compile.passes.capture.randomness import unchanged_generators
@@ -123,6 +124,7 @@ def _assemble(found: ForwardTrace, entries: Entries, is_loss: bool) -> Captured:
     pin_dtypes(found.graph)
     functional = functionalize(found.graph, found.inputs, found.fakes, found.fake_mode)
     entries.refuse_shared(functional.written)
+    check_masks(functional.graph.graph)
     returned, reads = functional.outputs, found.mode.reads.log
     outputs, guards = returned[: found.num_outputs], returned[found.num_outputs :]
     loss = Loss(outputs[0], (), "its outputs were chosen by hand")
