@@ -7,6 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from mllm_compile.kernels.attention import runs
+from mllm_compile.kernels.attention.gpu import shared_runs
 from tests.interval_masks import KINDS, OVERLAPPING, dense, draw
 
 SIZES = [(57, 57), (283, 283), (335, 1000), (1000, 335), (512, 512), (1, 90), (90, 1)]
@@ -125,3 +126,38 @@ def test_a_million_tokens_take_milliseconds_and_little_memory():
     size = sum(x.numel() * x.element_size() for x in (intervals, table, bounds))
     assert size <= 16 << 20
     assert min(times) <= 0.2  # about 10 ms on an idle core
+
+
+def test_runs_are_made_once_and_again_after_a_write():
+    intervals = draw("packed", 90, 90, torch.Generator().manual_seed(0))
+    tiles = shared_runs.tiles_of(intervals, 16, 16)
+    bounds = shared_runs.bounds_of(intervals, 16, 16, 6)
+    assert shared_runs.tiles_of(intervals, 16, 16) is tiles
+    assert shared_runs.bounds_of(intervals, 16, 16, 6) is bounds
+    assert shared_runs.tiles_of(intervals, 32, 16) is not tiles
+    intervals[:, 50:] = 0
+    again = shared_runs.tiles_of(intervals, 16, 16)
+    assert torch.equal(again, runs.query_runs(intervals, 16, 16))
+    assert not torch.equal(again, tiles)
+    with torch.inference_mode():
+        made = draw("packed", 90, 90, torch.Generator().manual_seed(0))
+        assert torch.equal(shared_runs.tiles_of(made, 16, 16), tiles)
+
+
+def test_runs_go_with_their_intervals():
+    before = len(shared_runs._MADE)
+    intervals = draw("packed", 90, 90, torch.Generator().manual_seed(0))
+    shared_runs.tiles_of(intervals, 16, 16)
+    assert len(shared_runs._MADE) == before + 1
+    del intervals
+    assert len(shared_runs._MADE) == before
+
+
+def test_calls_without_intervals_share_one_tensor():
+    device = torch.device("cpu")
+    one = shared_runs.visible(None, 9, 7, True, device)
+    assert shared_runs.visible(None, 9, 7, True, device) is one
+    assert torch.equal(one, runs.visible(None, 9, 7, True, device))
+    assert shared_runs.visible(None, 9, 7, False, device) is not one
+    mine = draw("packed", 9, 7, torch.Generator().manual_seed(0))
+    assert shared_runs.visible(mine, 9, 7, False, device) is mine

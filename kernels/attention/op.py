@@ -89,7 +89,7 @@ def attention(
     check(q, k, v, intervals, mask, bias)
     if cpu.supports(q, k, v, softcap):
         out, lse = cpu.attention(q, k, v, intervals, mask, bias, causal, scale)
-    elif gpu.supports(q, k, v, scale):
+    elif gpu.supports(q, k, v, mask, bias, scale):
         out, lse = gpu.attention(q, k, v, intervals, mask, bias, causal, scale, softcap)
     else:
         out, lse = reference.attention(q, k, v, intervals, mask, bias, causal, scale, softcap)
@@ -134,7 +134,7 @@ def attention_backward(
         grads = cpu.attention_backward(
             grad_out, grad_lse, q, k, v, out, lse, intervals, mask, bias, causal, scale
         )
-    elif gpu.supports(q, k, v, scale):
+    elif gpu.supports(q, k, v, mask, bias, scale):
         grads = gpu.attention_backward(
             grad_out, grad_lse, q, k, v, out, lse, intervals, mask, bias, causal, scale, softcap
         )

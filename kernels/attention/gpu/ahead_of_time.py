@@ -1,6 +1,7 @@
 """Compiling the kernels for a target that need not be there.
 
-Strides are taken to be multiples of 16 elements, as those of tensors with such a head size are.
+Strides are taken to be multiples of 16 elements, as those of tensors with such a head size are, and
+rows of dense masks and biases to be contiguous.
 """
 
 import os
@@ -90,11 +91,11 @@ def compile_variant(variant: Variant) -> Compiled:
     constants: dict[Any, Any] = {(kernel.arg_names.index("spec"),): spec}
     attributes: dict[Any, Any] = {}
     for path, kind in _leaves(tuple(types.values())):
-        if kind is None:
-            constants[path] = None
+        if kind is None or kind == 1:
+            constants[path] = kind
         elif kind[0] == "*" or (kind == "i32" and kernel.arg_names[path[0]] != "sizes"):
             attributes[path] = [["tt.divisibility", 16]]
-    signature = {name: kind or "constexpr" for name, kind in types.items()}
+    signature = {name: _declared(kind) for name, kind in types.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
     nvidia = variant.target.startswith("sm")
@@ -114,7 +115,7 @@ def _types(kernel: Any, variant: Variant) -> dict[str, Any]:
     table_ = Table("*i32", "i32")
     dense = {"mask": "*u8", "bias": "*" + dtype}
     held = (kind if getattr(spec, name) else "*i32" for name, kind in dense.items())
-    pairs = (Pairs(kind, *["i32"] * 4) for kind in held)
+    pairs = (Pairs(kind, "i32", "i32", "i32", 1) for kind in held)
     known: dict[str, Any] = {
         "visible": Visible(table_, table_, table_, *pairs),
         "sizes": Sizes(*["i32"] * 4),
@@ -135,6 +136,13 @@ def _leaves(kind: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, 
             yield from _leaves(part, (*path, index))
     else:
         yield path, kind
+
+
+def _declared(kind: Any) -> Any:
+    """``kind`` as a signature has it: constants are told apart from types."""
+    if isinstance(kind, tuple):
+        return type(kind)(*map(_declared, kind))
+    return kind if isinstance(kind, str) else "constexpr"
 
 
 def shipped(target: str) -> Iterator[Variant]:

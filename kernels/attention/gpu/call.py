@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mllm_compile.kernels.attention import runs
+from mllm_compile.kernels.attention.gpu.shared_runs import bounds_of, tiles_of
 from mllm_compile.kernels.attention.gpu.spec import (
     Score,
     Sizes,
@@ -55,8 +55,10 @@ class Call:
     def visible(self, config: Config, by_keys: bool) -> Visible:
         """The masks as arguments, with the runs of the tiles of ``config``."""
         batch, sizes = self.q.shape[0], self.sizes
-        tiles = runs.query_runs(self.intervals, config.block_q, config.block_k)
-        bounds = runs.key_bounds(tiles, -(-sizes.keys // config.block_k)) if by_keys else tiles
+        blocks = config.block_q, config.block_k
+        tiles = bounds = tiles_of(self.intervals, *blocks)
+        if by_keys:
+            bounds = bounds_of(self.intervals, *blocks, -(-sizes.keys // config.block_k))
         shape = (batch, sizes.heads, sizes.queries, sizes.keys)
         intervals = table_of(self.intervals, batch)
         mask = None if self.mask is None else self.mask.view(torch.uint8)

@@ -8,23 +8,27 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from mllm_compile.kernels.attention import runs
 from mllm_compile.kernels.attention.gpu.call import Call
+from mllm_compile.kernels.attention.gpu.shared_runs import visible
 from mllm_compile.kernels.attention.gpu.spec import Score
 from mllm_compile.kernels.attention.gpu.table import largest
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
+def supports(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float
+) -> bool:
     """Whether the kernels compute this call; the definition does where they do not.
 
     Left to it: float64, heads larger than the table's (256, in float32 128), scales of 0 or below,
-    empty inputs. RuntimeError for a call that the kernels would compute if Triton were there.
+    empty inputs, a dense mask or bias of 2**31 elements a head. RuntimeError for a call that the
+    kernels would compute if Triton were there.
     """
     if q.device.type != "cuda" or q.dtype not in DTYPES:
         return False
     fits = max(q.shape[3], v.shape[3]) <= largest(q.element_size() * 8)
+    fits = fits and all(_reach(x) < 2**31 for x in (mask, bias) if x is not None)
     mine = fits and scale > 0.0 and min(q.numel(), k.numel(), v.numel()) > 0
     if mine and find_spec("triton") is None:
         raise RuntimeError(
@@ -32,6 +36,11 @@ def supports(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
             'installed; pip install "triton>=3.6"'
         )
     return mine
+
+
+def _reach(x: Tensor) -> int:
+    """The last offset from a head's first element."""
+    return sum((count - 1) * step for count, step in zip(x.shape[2:], x.stride()[2:], strict=True))
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -54,7 +63,7 @@ def _call(
     scale: float,
     softcap: float,
 ) -> Call:
-    seen = runs.visible(intervals, q.shape[2], k.shape[2], causal, q.device)
+    seen = visible(intervals, q.shape[2], k.shape[2], causal, q.device)
     return Call(_dense(q), _dense(k), _dense(v), seen, mask, bias, Score(scale, softcap))
 
 

@@ -145,8 +145,8 @@ def _tanh(x):
 
 @triton.jit
 def _pair(x, place, i, j, sizes, other):
-    """Elements (i, j) of a ``Pairs``; ``other`` outside."""
-    at = query_base(x, place) + i.to(tl.int64) * x.row + j.to(tl.int64) * x.column
+    """Elements (i, j) of a ``Pairs``; ``other`` outside. A head's are fewer than 2**31."""
+    at = query_base(x, place) + (i * x.row + j * x.column)
     return tl.load(at, mask=(i < sizes.queries) & (j < sizes.keys), other=other)
 
 
