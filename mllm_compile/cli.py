@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         _check_outputs(options)
-        if options.command != "kernels":  # a workload may lie beside its request
+        if options.path:  # a workload may lie beside its request
             sys.path.append(str(Path(options.path).resolve().parent))
         code = _command(options.command)(options)
         sys.stdout.flush()
@@ -101,31 +101,38 @@ def _parser() -> Parser:
         what = "REQUEST" if name != "inspect" else "PLAN-or-REQUEST"
         kind = "a TOML request" if name != "inspect" else "a plan file, or a TOML request"
         command.add_argument("path", metavar=what, help=kind)
-        command.add_argument(
-            "--set",
-            action="append",
-            default=[],
-            metavar="KEY=VALUE",
-            dest="overrides",
-            help="change a key of the request, like microbatches=8 or module.1.pipeline=4",
-        )
-        command.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+        _common_options(command)
         if name in ("capture", "plan", "inspect"):
             command.add_argument(
                 "--meta", action="store_true", help="keep parameters without storage"
             )
         if add is not None:
             add(command)
-    _kernels_options(commands.add_parser("kernels", help=_KERNELS, description=f"{_KERNELS}."))
+    command = commands.add_parser("kernels", help=_KERNELS, description=f"{_KERNELS}.")
+    _common_options(command)
+    _kernels_options(command)
     return parser
 
 
+def _common_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="change a key of the request, like microbatches=8 or module.1.pipeline=4",
+    )
+    command.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+
+
 def _kernels_options(command: argparse.ArgumentParser) -> None:
+    what = "compile for its attention sites alone; else the whole table"
     targets = ("sm80", "sm90", "sm100", "gfx942")
+    command.add_argument("path", metavar="REQUEST", nargs="?", help=what)
     command.add_argument("--target", nargs="+", choices=targets, help="architectures (all)")
     command.add_argument("--json", metavar="OUT", help="write what the kernels take to a file")
     command.add_argument("--output", metavar="DIR", help="write source, PTX and code there")
-    command.add_argument("--debug", action="store_true", help="show tracebacks of errors")
 
 
 def _plan_options(command: argparse.ArgumentParser) -> None:

@@ -3,30 +3,42 @@
 import json
 from argparse import Namespace
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from rich.table import Table
 
+import mllm_compile.kernels.attention.op  # noqa: F401  registers the operator
+from mllm_compile.commands_plan import captured
+from mllm_compile.compiler.captured import Captured
 from mllm_compile.compiler.errors import RequestError, explain
 from mllm_compile.kernels.attention.gpu.table import TARGETS
 from mllm_compile.output import Output, write
 from mllm_compile.render import new_table
 
 if TYPE_CHECKING:  # imports triton
-    from mllm_compile.kernels.attention.gpu.ahead_of_time import Compiled
+    from mllm_compile.kernels.attention.gpu.ahead_of_time import Compiled, Site
+
+ATTENTION = torch.ops.mllm.attention.default
 
 
 def kernels(options: Namespace) -> int:
-    """Compile every configuration of the table; 1 if one of them should not be in it."""
+    """Compile every configuration of the table, or those of a request's attention sites.
+
+    1 if one of them should not be in the table.
+    """
     if find_spec("triton") is None:
         what, remedy = "kernels", 'pip install "triton>=3.6"'
         raise RequestError(explain(what, expected="triton", got="no such package", remedy=remedy))
-    from mllm_compile.kernels.attention.gpu.ahead_of_time import compile_variant, shipped
+    from mllm_compile.kernels.attention.gpu.ahead_of_time import compile_variant, of_site, shipped
 
+    sites = _sites(captured(options)) if options.path else None
     records, broken = [], 0
     for target in options.target or TARGETS:
-        done = [compile_variant(variant) for variant in shipped(target)]
+        variants = shipped(target) if sites is None else chain(*(of_site(target, x) for x in sites))
+        done = [compile_variant(variant) for variant in variants]
         Output().print(_view(target, done))
         records += [_record(each) for each in done]
         broken += sum(bool(each.faults) for each in done)
@@ -35,6 +47,26 @@ def kernels(options: Namespace) -> int:
     if options.json:
         write(Path(options.json), json.dumps(records, indent=1) + "\n")
     return 1 if broken else 0
+
+
+def _sites(program: Captured) -> list["Site"]:
+    """The kinds of attention of a program, each once; RequestError for what no kernel does."""
+    from mllm_compile.kernels.attention.gpu.ahead_of_time import TYPES, Site
+
+    sites = set()
+    for node in program.main.graph.find_nodes(op="call_function", target=ATTENTION):
+        q, _, v, intervals, mask, bias, _, _, softcap = node.args
+        dtype = str(q.meta["val"].dtype).removeprefix("torch.")
+        if dtype not in TYPES:
+            got, remedy = f"{dtype} at {node.name}", "--set dtype=bfloat16"
+            raise RequestError(
+                explain("kernels", expected=", ".join(TYPES), got=got, remedy=remedy)
+            )
+        count = 1 if intervals is None else intervals.meta["val"].shape[2]
+        sizes = q.meta["val"].shape[3], v.meta["val"].shape[3]
+        dense = mask is not None, bias is not None
+        sites.add(Site(dtype, *sizes, count, *dense, bool(softcap)))
+    return sorted(sites)
 
 
 def _view(target: str, done: list["Compiled"]) -> Table:

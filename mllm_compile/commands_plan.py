@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from torch import nn
 
 from mllm_compile.compilation import richest
-from mllm_compile.compiler.captured import Prepared
+from mllm_compile.compiler.captured import Captured, Prepared
 from mllm_compile.compiler.errors import RequestError, explain
 from mllm_compile.compiler.plan import Plan
 from mllm_compile.compiler.request import Request
@@ -41,6 +41,13 @@ def capture(options: Namespace) -> int:
     losses = None if options.meta else (_eager_loss(request, model, batch), _loss(model, prepared))
     Output().print(capture_view(document, program, losses))
     return 0
+
+
+def captured(options: Namespace) -> Captured:
+    """The first microbatch's program, of a model without storage."""
+    request = Request.load(options.path, options.overrides)
+    model, workload = _load(request, meta=True)
+    return _programs(request, model).get(whole(microbatches(request, workload, 0)[0])[0]).program
 
 
 def plan(options: Namespace) -> int:

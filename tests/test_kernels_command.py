@@ -3,11 +3,14 @@
 import json
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from mllm_compile import cli
 from mllm_compile.kernels.attention.gpu import table
+
+LLAVA = str(Path(__file__).parent.parent / "examples" / "llava.toml")
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None, reason='triton is not installed (pip install "triton>=3.6")'
@@ -24,7 +27,7 @@ def compiler():
 def variant(compiler, kernel, target, dtype, size, config=None, **kinds):
     bits = 32 if dtype == "float32" else 16
     config = config or table.configs(target, kernel, bits, size)[0]
-    spec = compiler.spec_of(config, target, dtype, size, **kinds)
+    spec = compiler.spec_of(config, target, compiler.Site(dtype, size, size, **kinds))
     return compiler.Variant(kernel, target, dtype, config, spec)
 
 
@@ -126,6 +129,21 @@ def test_unknown_targets_are_refused(capsys):
         cli.main(["kernels", "--target", "sm70"])
     assert stopped.value.code == 2
     assert "sm70" in capsys.readouterr().err
+
+
+def test_the_kernels_of_a_request_are_those_of_its_sites(compiler, monkeypatch, tmp_path):
+    done = compiler.compile_variant(variant(compiler, "forward", "gfx942", "bfloat16", 64))
+    monkeypatch.setattr(compiler, "compile_variant", lambda variant: replace(done, variant=variant))
+    record = tmp_path / "out.json"
+    arguments = ["kernels", LLAVA, "--set", "dtype=bfloat16", "--target", "gfx942"]
+    assert cli.main([*arguments, "--json", str(record)]) == 0
+    sizes = {entry["size"] for entry in json.loads(record.read_text())}
+    assert sizes == {16}
+
+
+def test_a_request_in_float64_has_no_kernels(compiler, capsys):
+    assert cli.main(["kernels", LLAVA, "--target", "gfx942"]) == 2
+    assert "dtype=bfloat16" in capsys.readouterr().err
 
 
 @pytest.mark.slow

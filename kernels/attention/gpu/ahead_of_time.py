@@ -5,9 +5,9 @@ rows of dense masks and biases to be contiguous.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -35,6 +35,18 @@ KERNELS: dict[str, Any] = {
 TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 STREAMED = {"key_tiles": "wide", "value_tiles": "value_wide"}
 STREAMED_BY_KEYS = {"query_tiles": "wide", "grad_tiles": "value_wide"}
+
+
+class Site(NamedTuple):
+    """What an attention of a program is compiled for."""
+
+    dtype: str
+    size: int
+    value_size: int
+    intervals: int = 1
+    mask: bool = False
+    bias: bool = False
+    softcap: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,24 +160,33 @@ def _declared(kind: Any) -> Any:
 def shipped(target: str) -> Iterator[Variant]:
     """Every configuration of the table for a target, for one interval per query."""
     for (at, bits, size), kernels in table.CONFIGS.items():
-        if at != target:
-            continue
-        dtype = "float32" if bits == 32 else "bfloat16"
-        for kernel, configs in kernels.items():
-            for config in configs:
-                yield Variant(kernel, target, dtype, config, spec_of(config, target, dtype, size))
+        if at == target:
+            site = Site("float32" if bits == 32 else "bfloat16", size, size)
+            yield from of_site(target, site, kernels)
 
 
-def spec_of(config: Config, target: str, dtype: str, size: int, **kinds: Any) -> Spec:
-    """What a kernel is compiled for at one head size; ``kinds`` are masks and cap."""
+def of_site(
+    target: str, site: Site, kernels: Mapping[str, Iterable[Config]] | None = None
+) -> Iterator[Variant]:
+    """All that the table has for an attention site on a target."""
+    bits = 32 if site.dtype == "float32" else 16
+    for kernel in ("forward", "dq", "dkv"):
+        size = max(site.size, site.value_size)
+        configs = kernels[kernel] if kernels else table.configs(target, kernel, bits, size)
+        for config in configs:
+            yield Variant(kernel, target, site.dtype, config, spec_of(config, target, site))
+
+
+def spec_of(config: Config, target: str, site: Site) -> Spec:
+    """What a kernel is compiled for at a site."""
     return Spec(
         config.block_q,
         config.block_k,
-        size,
-        size,
-        table.wide(size),
-        table.wide(size),
+        site.size,
+        site.value_size,
+        table.wide(site.size),
+        table.wide(site.value_size),
+        *site[3:],
         descriptors=config.descriptors,
-        precision=table.precision(target, dtype),
-        **kinds,
+        precision=table.precision(target, site.dtype),
     )
