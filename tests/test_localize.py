@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 from mllm_compile.compiler.errors import PlanError
 from mllm_compile.compiler.layout import Layout, R, S
 from mllm_compile.passes.lower.extract import extract
+from mllm_compile.passes.lower.local_law import ranks_hold_what_is_planned
 from mllm_compile.passes.lower.localize import localize
 from mllm_compile.passes.lower.lower import lower
 from mllm_compile.passes.pipeline import make_plan
@@ -284,6 +285,33 @@ def test_the_conversions_are_those_of_the_plan():
     )
     expected["context", "R", "S"] += 1  # the query positions of the causal intervals
     assert counts(programs[0, (0, 0)]) == expected
+
+
+def causal_steps(local):
+    """The nodes by which lowering makes the intervals of a divided causal attention."""
+    nodes = local.graph.graph.nodes
+    return {str(n.target): n for n in nodes if n.name.startswith("causal_intervals")}
+
+
+@pytest.mark.parametrize(
+    ("step", "change", "message"),
+    [
+        ("aten.add.Tensor", lambda args: (args[0], 2), "causal intervals, got aten.add.Tensor"),
+        ("aten.mul.Tensor", lambda args: (args[0], 5), "within 6 keys.*got .* within 5 keys"),
+        ("aten.minimum.default", lambda args: args[::-1], "within 6 keys.*got .* up to 0 "),
+    ],
+)
+def test_causal_intervals_of_divided_queries_are_held_to_them(step, change, message):
+    model, batch = double(Decoder(1)), text(6)
+    decisions, _ = decided(model, batch, context=2)
+    plan, places = decisions.plan_with(), {"context": 1}
+    stage = extract(plan, plan.stages[0])
+    local = localize(stage, plan, 0, places)
+    ranks_hold_what_is_planned(local, stage, plan, 0, places)
+    steps = causal_steps(local)
+    steps[step].args = change(steps[step].args)
+    with pytest.raises(PlanError, match=message):
+        ranks_hold_what_is_planned(local, stage, plan, 0, places)
 
 
 def test_without_axes_nothing_changes():

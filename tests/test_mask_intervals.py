@@ -141,6 +141,14 @@ def test_law_accepts(name, queries, offsets):
 
 REFUSED = {
     "same": (looked_up(lambda ids, b, q, k: ids[b, q] == ids[b, k], APART), "not contiguous"),
+    "same before": (
+        looked_up(lambda ids, b, q, k: (ids[b, q] == ids[b, k]) & (k <= q), APART),
+        "not contiguous",
+    ),
+    "same behind": (
+        looked_up(lambda ids, b, q, k: (ids[b, q] == ids[b, k]) & (k >= q), APART),
+        "not contiguous",
+    ),
     "ordered": (looked_up(lambda ids, b, q, k: ids[b, k] < ids[b, q], APART), "descend"),
     "kept": (looked_up(lambda real, b, q, k: real[b, k] != 0, HOLES), "holds for more than 2"),
     "climbing": (

@@ -46,21 +46,23 @@ def row_blocks(intervals: Tensor) -> Iterator[Rows]:
         starts.amax(1),
         ends.amin(1),
         ends.masked_fill(blind, 0).amax(1),
-        blind.any(1),
     )
     for at, block in enumerate(zip(*(limit.tolist() for limit in limits), strict=True)):
         hulls = [hull for hull in zip(*block, strict=True) if hull[0] < hull[3]]
         yield Rows(at * ROWS, min((at + 1) * ROWS, queries), tuple(_apart(hulls)))
 
 
-def _apart(hulls: list[tuple[int, int, int, int, bool]]) -> Iterator[Rectangle]:
-    """Of (lowest start, highest start, lowest end, highest end, whether some row sees nothing)."""
+def _apart(hulls: list[tuple[int, ...]]) -> Iterator[Rectangle]:
+    """Of (lowest start, highest start, lowest end, highest end), one for each of the intervals.
+
+    Rows that see nothing count for the inner two: start = end leaves nothing full.
+    """
     hulls.sort()
     if len(hulls) == 2 and hulls[1][0] < hulls[0][3]:  # keys of both: one rectangle, masked
         yield Rectangle(hulls[0][0], max(hulls[0][3], hulls[1][3]), False)
         return
-    for first, first_full, end_full, end, blind in hulls:
-        width = 0 if blind else end_full - first_full
+    for first, first_full, end_full, end in hulls:
+        width = end_full - first_full
         if width < LEAST_FULL and width < end - first:
             yield Rectangle(first, end, False)
             continue
