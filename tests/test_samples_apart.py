@@ -268,6 +268,41 @@ def one_after_another(model, h, y, ids, lengths):
 
 
 @apart
+def attention_over_written_rows(model, h, y, ids, lengths):
+    written = h.clone()
+    written[ids > 7] = model.table(ids[ids > 7])
+    heads = written.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+    mixed = (heads @ heads.transpose(-1, -2)).softmax(-1) @ heads
+    return F.mse_loss(model.out(mixed.transpose(1, 2).flatten(2)), y)
+
+
+@apart
+def attention_of_shifted_tokens(model, h, y, ids, lengths):
+    """As decoders make their inputs from labels."""
+    shifted = torch.zeros_like(ids)
+    shifted[:, 1:] = ids[:, :-1]
+    shifted[:, 0] = 3
+    tokens = model.body(model.table(shifted))
+    q, k = (x.view(len(h), -1, HEADS, WIDTH // HEADS).transpose(1, 2) for x in (tokens, h))
+    mixed = F.scaled_dot_product_attention(q, k, k)
+    return F.mse_loss(model.out(mixed.transpose(1, 2).reshape(h.shape)), y)
+
+
+@apart
+def pixels_shuffled(model, h, y, ids, lengths):
+    pixels = F.pixel_unshuffle(h.unsqueeze(1), 2)
+    return F.mse_loss(model.out(F.pixel_shuffle(torch.tanh(pixels), 2).squeeze(1)), y)
+
+
+@meet
+def instances_scaled_by_place(model, h, y, ids, lengths):
+    """As instance_norm, but every sample has a scale of its own."""
+    rows = h.flatten(0, 1)[None]
+    scale = 1 + torch.arange(rows.shape[1]).to(h.dtype)
+    return F.mse_loss(model.out(F.batch_norm(rows, None, None, scale, training=True)).view_as(y), y)
+
+
+@apart
 def slices_of_one(model, h, y, ids, lengths):
     return F.mse_loss(torch.cat([model.out(h[i : i + 1]) for i in range(len(h))]), y)
 
@@ -698,6 +733,15 @@ def tried(loss, size=2, microbatches=4):
     except RequestError as error:
         return str(error)
     return "exact" if result.passed else f"WRONG {result.loss_error:.1e} {result.max_error:.1e}"
+
+
+def instances_normed(model, h, y, ids, lengths):
+    scale = model.table.weight[:TOKENS, 0]
+    return F.mse_loss(model.out(F.instance_norm(h, weight=scale, bias=scale)), y)
+
+
+def test_statistics_of_a_channel_of_one_sample_are_its_own():
+    assert tried(instances_normed) == "exact"
 
 
 @pytest.mark.parametrize("name", APART)

@@ -196,7 +196,7 @@ def into(node: fx.Node, lookup: Lookup) -> Spread:
     by_dim = dict(enumerate(given)) if put else {dim_argument(node): node.args[2]}
     if any(_picks(base, {dim}, [lookup(item)]) for dim, item in by_dim.items() if item is not None):
         return ranking(node, joined).over(base.dims)
-    return joined.over(set(base.dims) or {0})
+    return joined.like(base) if base.dims else joined.over({0})
 
 
 RULES: dict[Any, Rule] = {

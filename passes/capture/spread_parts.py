@@ -195,7 +195,8 @@ def written(node: fx.Node, lookup: Lookup) -> Spread:
     dim, joined = dim_argument(node, 2), join([base, new])
     one = packet(node) is aten.select_scatter
     rows, size = written_rows(node)
-    dims = base.dims | new.moved(lambda d: d + (one and d >= dim)).dims
+    moved = new.moved(lambda d: d + (one and d >= dim))
+    dims = base.dims | moved.dims
     if new.part == (rows, size):
         ordered, part = together([base, new])
         fresh = not base.batch or base.part is not None or rows == range(size)
@@ -204,7 +205,7 @@ def written(node: fx.Node, lookup: Lookup) -> Spread:
         return ranking(node, joined).over({*dims, dim})
     if dim in base.dims and rows != range(size):
         return ranking(node, joined).over(dims)
-    return joined.over(dims)
+    return joined.at({d: (base if d in base.dims else moved).place_of(d) for d in dims})
 
 
 def written_rows(node: fx.Node) -> Part:

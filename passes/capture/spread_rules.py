@@ -200,11 +200,15 @@ def matrices(node: fx.Node, lookup: Lookup) -> Spread:
 
 
 def batch_norm(node: fx.Node, lookup: Lookup) -> Spread:
-    """In training, every row is normalised by the statistics of all rows."""
-    training = node.args[5]
-    return (
-        mixing(node, lookup(node.args[0])) if training else spread_movement.like_first(node, lookup)
-    )
+    """In training, every channel (dim 1) is normalised by its own statistics, of all rows."""
+    spread, training = lookup(node.args[0]), node.args[5]
+    statistics = [item for item in node.args[1:5] if isinstance(item, fx.Node)]
+    found = spread_movement.like_first(node, lookup)
+    if training and spread.dims - {1}:
+        return mixing(node, spread)
+    if told_apart(statistics, {0: spread.place_of(1)} if 1 in spread.dims else {}, 1, lookup):
+        return mixing(node, found).like(found)
+    return found
 
 
 def loss(node: fx.Node, lookup: Lookup) -> Spread:
@@ -272,6 +276,7 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.upsample_linear1d, aten.upsample_bilinear2d), images),
     **dict.fromkeys((aten.upsample_bicubic2d, aten.grid_sampler_2d), images),
     **dict.fromkeys((aten._adaptive_avg_pool2d, aten.avg_pool1d), images),
+    **dict.fromkeys((aten.pixel_shuffle, aten.pixel_unshuffle, aten.channel_shuffle), images),
     **dict.fromkeys((aten.linalg_solve_triangular, aten.linalg_inv_ex), matrices),
     **dict.fromkeys((aten.tril, aten.triu), triangle),
     aten.diag_embed: spread_movement.like_first,
