@@ -22,6 +22,7 @@ SHARDED = ("expert", "context", "tensor")
 class MeshAxis:
     """One axis over which values of a lane are divided; ``policy`` names how a factor is split.
 
+    A policy may be a split written out; factors of another length are then split contiguously.
     ``exchange``: how attention gets at keys that other ranks of the axis hold
     (passes/sharding/exchange.py).
     """
@@ -35,6 +36,8 @@ class MeshAxis:
         """How a factor of ``length`` elements is divided among the ranks of this axis."""
         if self.policy == "zigzag":
             return Split.zigzag(length, self.size)
+        if ":" in self.policy and Split.parse(self.policy).length == length:
+            return Split.parse(self.policy)
         return Split.contiguous(length, self.size)
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from mllm_compile.compiler.action import Schedule
 from mllm_compile.compiler.captured import Captured
 from mllm_compile.compiler.request import Request
@@ -54,7 +56,9 @@ class Plan:
     values cross. ``home`` maps every parameter of the
     model, used or not, to the one stage that accounts for it. ``shardings`` has one entry for every
     module of the request; ``given_layouts`` are those that other programs' plans have decided for
-    parameters, which keep them.
+    parameters, which keep them. ``intervals``: the keys that queries see in the batch at hand, by
+    the name of the node that computes them; where no batch is at hand, nothing is known.
+    ``split_notes``: what people should know about a module's token split.
     """
 
     request: Request
@@ -68,6 +72,8 @@ class Plan:
     placement: Mapping[Site, int] = field(default_factory=dict)
     home: Mapping[str, int] = field(default_factory=dict)
     given_layouts: Mapping[Held, Layouts] = field(default_factory=dict)
+    intervals: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    split_notes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     shardings: tuple[Sharding, ...] = ()
     schedule: Schedule | None = None
 

@@ -56,6 +56,7 @@ def to_json(plan: Plan) -> str:
         "placement": [[*site, stage] for site, stage in plan.placement.items()],
         "home": dict(plan.home),
         "given_layouts": [[*held, texts(own)] for held, own in plan.given_layouts.items()],
+        "split_notes": [[module, *notes] for module, notes in plan.split_notes.items()],
         "shardings": [to_table(sharding) for sharding in plan.shardings],
         "schedule": None if plan.schedule is None else plan.schedule.to_text().splitlines(),
     }
@@ -90,6 +91,7 @@ def from_json(text: str, captured: Captured) -> Plan:
         placement={(owner, name, k): stage for owner, name, k, stage in table["placement"]},
         home=table["home"],
         given_layouts={(module, name): parsed(own) for module, name, own in table["given_layouts"]},
+        split_notes={module: tuple(notes) for module, *notes in table["split_notes"]},
         shardings=tuple(map(from_table, table["shardings"])),
         schedule=None if schedule is None else Schedule.from_text("\n".join(schedule)),
     )

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mllm_compile.compiler.errors import RequestError, explain
+from mllm_compile.compiler.errors import PlanError, RequestError, explain
 from mllm_compile.compiler.overrides import override
+from mllm_compile.compiler.split import Split
 
 T = TypeVar("T")
 DTYPES = ("float64", "float32", "bfloat16")
-SPLITS = ("contiguous", "zigzag")
+SPLITS = ("contiguous", "zigzag", "planned")
 EXCHANGES = ("gather", "needed", "heads", "auto")
 
 
@@ -74,12 +75,7 @@ class ModuleSpec:
                     f"{self.name}: trainable", expected="true or false", got=repr(self.trainable)
                 )
             )
-        for name, known in (("context_split", SPLITS), ("kv_exchange", EXCHANGES)):
-            if getattr(self, name) not in known:
-                got = repr(getattr(self, name))
-                raise RequestError(
-                    explain(f"{self.name}: {name}", expected=f"one of {known}", got=got)
-                )
+        self._check_context()
         if len(self.ranks) != self.parallel.size:
             raise RequestError(
                 explain(
@@ -87,6 +83,27 @@ class ModuleSpec:
                     expected=f"{self.parallel.size}, the product of its sizes",
                     got=f"{len(self.ranks)} ({', '.join(map(str, self.ranks))})",
                     remedy="change ranks or the sizes (tensor, context, pipeline, data, expert)",
+                )
+            )
+
+    def _check_context(self) -> None:
+        if (
+            self.context_split not in SPLITS
+            and _ranks_of(self.context_split) != self.parallel.context
+        ):
+            raise RequestError(
+                explain(
+                    f"{self.name}: context_split",
+                    expected=f"one of {SPLITS}, or tokens of every context rank like '0:2,6:8|2:6'",
+                    got=repr(self.context_split),
+                )
+            )
+        if self.kv_exchange not in EXCHANGES:
+            raise RequestError(
+                explain(
+                    f"{self.name}: kv_exchange",
+                    expected=f"one of {EXCHANGES}",
+                    got=repr(self.kv_exchange),
                 )
             )
 
@@ -205,6 +222,14 @@ class Request:
         optimizer = _build(Optimizer, table.get("optimizer", {}), "[optimizer]")
         rest = {key: value for key, value in table.items() if key not in ("module", "optimizer")}
         return _build(Request, rest, "request", modules=modules, optimizer=optimizer)
+
+
+def _ranks_of(split: object) -> int:
+    """Number of ranks of a split that is written out; 0 of anything else."""
+    try:
+        return Split.parse(split).ranks if isinstance(split, str) else 0
+    except (ValueError, PlanError):
+        return 0
 
 
 def parse_ranks(text: str | int | Sequence[int]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import torch
 from rich.console import RenderableType
 from torch import nn
 
-from mllm_compile.compilation import richest
+from mllm_compile.compilation import richest, shown_intervals
 from mllm_compile.compiler.captured import Captured, Prepared
 from mllm_compile.compiler.errors import RequestError, explain
 from mllm_compile.compiler.plan import Plan
@@ -93,7 +93,11 @@ def _plans(
     model, workload = _load(request, meta=options.meta)
     cache = _programs(request, model)
     batches = (b for mb in microbatches(request, workload, 0) for b in whole(mb))
-    program = richest(cache.get(batch).program for batch in batches)
+    prepared: dict[int, Prepared] = {}
+    for item in map(cache.get, batches):
+        prepared.setdefault(id(item.program), item)
+    program = richest(item.program for item in prepared.values())
+    intervals = shown_intervals(request, model, prepared[id(program)])
     made: list[tuple[str, Document]] = []
     numbers = count()
 
@@ -104,7 +108,7 @@ def _plans(
             write(Path(dump) / f"{next(numbers):02}-{name}.json", document.to_json())
 
     observe("capture", Plan(request, program))
-    make_plan(request, program, stop_after=stop_after, observers=(observe,))
+    make_plan(request, program, intervals=intervals, stop_after=stop_after, observers=(observe,))
     return made
 
 

@@ -34,6 +34,7 @@ from mllm_compile.passes.lower.lower import differing, lower
 from mllm_compile.passes.lower.transfer_law import Links
 from mllm_compile.passes.pipeline import make_plan
 from mllm_compile.passes.schedule import make_schedule, variant_of
+from mllm_compile.passes.token_split.mask_values import key_intervals
 
 Places = tuple[tuple[str, int], ...]
 """(axis, place) of a rank, for the axes over which the stage's values are divided."""
@@ -79,6 +80,7 @@ class Compiler:
         self.model = model
         lift = torch.float64 if request.dtype == "float64" else None
         self.programs = Programs(model, lift=lift)
+        self._first: dict[int, Prepared] = {}
         self._plans: dict[int, Plan] = {}
         self._lowered: dict[tuple[int, int, Places], StageProgram] = {}
         self._links: dict[tuple[int, ...], Links] = {}
@@ -103,6 +105,8 @@ class Compiler:
             for mb in batches
         ]
         every = [item for mb in prepared for lanes in mb.values() for item in lanes]
+        for item in every:
+            self._first.setdefault(id(item.program), item)
         self._check_divisible(every, len(batches))
         if pair is not None:
             both = capture(self.model, pair, **self.programs.options)
@@ -139,7 +143,8 @@ class Compiler:
         if key not in self._plans:
             placement = self.plans[-1].placement if self._plans else None
             layouts = {k: v for plan in self.plans for k, v in plan.parameter_layouts.items()}
-            self._plans[key] = make_plan(self.request, program, placement, layouts)
+            intervals = shown_intervals(self.request, self.model, self._first.get(key))
+            self._plans[key] = make_plan(self.request, program, placement, layouts, intervals)
         return self._plans[key]
 
     def lowered(self, plan: Plan, stage: int, places: Places = ()) -> StageProgram:
@@ -230,6 +235,16 @@ def _summed(counted: Sequence[Prepared]) -> Sequence[Prepared]:
 def richest(programs: Iterable[Captured]) -> Captured:
     """The program that reads most parameters (then: of most nodes); its plan places them all."""
     return max({id(program): program for program in programs}.values(), key=_size)
+
+
+def shown_intervals(
+    request: Request, model: nn.Module, batch: Prepared | None
+) -> dict[str, torch.Tensor]:
+    """What masks allow in a batch, if token splits are planned by it."""
+    if batch is None or all(spec.context_split != "planned" for spec in request.modules):
+        return {}
+    buffers = {("buffer", name): buffer for name, buffer in model.named_buffers()}
+    return key_intervals(batch.program, {**buffers, **batch.values})
 
 
 def _size(program: Captured) -> tuple[int, int]:

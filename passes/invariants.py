@@ -254,6 +254,12 @@ def schedule_ends(plan: Plan) -> None:
     dry_run(plan.schedule, plan.stages, variants)
 
 
+def token_splits_are_decided(plan: Plan) -> None:
+    """Every module's request says which tokens a context rank holds."""
+    open_ones = [spec.name for spec in plan.request.modules if spec.context_split == "planned"]
+    require_none(open_ones, "a split other than 'planned'")
+
+
 ANNOTATE = (
     needs_grad_reaches_loss,
     gradients_follow_edges,
@@ -275,4 +281,5 @@ PARTITION = (
     placement_is_respected,
     updated_buffers_stay,
 )
+ATTENTION = (token_splits_are_decided,)
 SCHEDULE = (schedule_ends,)

@@ -47,7 +47,8 @@ def shard(plan: Plan) -> Plan:
         taken = _decide(setting, own, fixed_parameters(plan, axes, module)) if setting else []
         sharding = _sharding(flow, own, taken)
         if setting is not None:
-            sharding = replace(sharding, notes=notes(setting, sharding))
+            own_notes = (*plan.split_notes.get(module, ()), *notes(setting, sharding))
+            sharding = replace(sharding, notes=own_notes)
         plan = replace(plan, shardings=(*plan.shardings, sharding))
     return plan
 

@@ -37,6 +37,12 @@ def boundary(plan, index, **changes):
     return replace(plan, boundaries=tuple(boundaries))
 
 
+def with_open_split(plan):
+    *others, last = plan.request.modules
+    modules = (*others, replace(last, context_split="planned"))
+    return replace(plan, request=replace(plan.request, modules=modules))
+
+
 def without_gradient(plan):
     index = next(k for k, b in enumerate(plan.boundaries) if b.gradients)
     return boundary(plan, index, gradients=())
@@ -153,6 +159,11 @@ REJECTED = [
         invariants.placement_is_respected,
         lambda p: tampered(p, "placement", {("language.norm", "language.norm.weight", 0): 2}),
         "language.norm.weight read by .*, stage 4: expected the stage of its placement",
+    ),
+    (
+        invariants.token_splits_are_decided,
+        with_open_split,
+        r"language: expected a split other than 'planned'",
     ),
     (invariants.updated_buffers_stay, reads_twice, r"language.embed.weight in stages \[2, 4\]"),
     (
