@@ -7,6 +7,7 @@ laws that need the model (do the paths exist?) are checked by the passes.
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from operator import index
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -162,6 +163,8 @@ class Request:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise RequestError(explain(name, expected="a whole number >= 1", got=repr(value)))
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or self.seed < 0:
+            raise RequestError(explain("seed", expected="a whole number", got=repr(self.seed)))
         self._check_paths()
         self._check_ranks()
 
@@ -234,15 +237,19 @@ def _ranks_of(split: object) -> int:
 
 def parse_ranks(text: str | int | Sequence[int]) -> tuple[int, ...]:
     """``"0-1,4"`` -> (0, 1, 4); a number or a list of numbers is taken as it is."""
-    if isinstance(text, int):
-        return (text,)
     ranks: list[int] = []
     try:
         if not isinstance(text, str):
-            return tuple(map(int, text))
+            given: Sequence[Any] = text if isinstance(text, Sequence) else [text]
+            if any(isinstance(rank, bool) for rank in given):
+                raise TypeError(text)
+            return tuple(map(index, given))
         for part in text.split(","):
-            first, _, last = part.partition("-")
-            ranks.extend(range(int(first), int(last or first) + 1))
+            first, dash, last = part.partition("-")
+            found = range(int(first), int(last if dash else first) + 1)
+            if not found:
+                raise ValueError(part)
+            ranks.extend(found)
     except (TypeError, ValueError) as error:
         raise RequestError(explain("ranks", expected="like '0-1,4'", got=repr(text))) from error
     return tuple(ranks)
@@ -263,11 +270,19 @@ def _module(entry: Mapping[str, Any]) -> ModuleSpec:
     return _build(ModuleSpec, rest, where, paths=tuple(paths), ranks=ranks, parallel=parallel)
 
 
+ELSEWHERE = {
+    ModuleSpec: ("path", "ranks", *(axis.name for axis in fields(Parallel))),
+    Request: ("module", "optimizer"),
+}
+"""Keys of a table that are read by other means."""
+
+
 def _build(cls: type[T], table: Mapping[str, Any], where: str, **more: Any) -> T:
     known = [name for name in cls.__dataclass_fields__ if name not in more]  # type: ignore[attr-defined]
+    legal = [*known, *ELSEWHERE.get(cls, ())]
     if not isinstance(table, Mapping):
         raise RequestError(explain(where, expected="a table", got=repr(table)))
     unknown = sorted(set(table) - set(known))
     if unknown:
-        raise RequestError(explain(f"{where}: key {unknown[0]!r}", expected=f"one of {known}"))
+        raise RequestError(explain(f"{where}: key {unknown[0]!r}", expected=f"one of {legal}"))
     return cls(**table, **more)

@@ -112,3 +112,22 @@ def test_modules_may_share_ranks() -> None:
 def test_more_lanes_than_samples_are_refused() -> None:
     with pytest.raises(RequestError, match="data: expected at most 1, the samples"):
         Request((ModuleSpec(("m",), (0, 1), Parallel(data=2)),), microbatch_size=1)
+
+
+@pytest.mark.parametrize("ranks", ["2-1", "1-", "[1.5, 2]", "true"])
+def test_ranks_that_name_none_are_refused(tmp_path, ranks) -> None:
+    with pytest.raises(RequestError, match="ranks: expected"):
+        load(tmp_path, GOOD, f"module.1.ranks={ranks}", "module.1.pipeline=1")
+
+
+def test_a_seed_is_a_number(tmp_path) -> None:
+    with pytest.raises(RequestError, match="seed: expected a whole number, got 'x'"):
+        load(tmp_path, GOOD, "seed=x")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "legal"), [("module.1.tensr=2", "'path', 'ranks', 'tensor'"), ("modul=2", "'module'")]
+)
+def test_an_unknown_key_is_answered_with_all_keys(tmp_path, wrong, legal) -> None:
+    with pytest.raises(RequestError, match=legal):
+        load(tmp_path, GOOD, wrong)
