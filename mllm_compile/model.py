@@ -24,6 +24,9 @@ def load_workload(request: Request) -> Workload:
 def ready_model(request: Request, model: nn.Module) -> nn.Module:
     """Convert ``model`` in place to the request's dtype and trainable flags, in training mode.
 
+    Parts of a model in training mode that their user has put into evaluation mode (a frozen tower
+    with fixed statistics) stay so.
+
     Raises:
         RequestError: a path of the request is no module of the model.
 
@@ -47,7 +50,7 @@ def ready_model(request: Request, model: nn.Module) -> nn.Module:
         for tensor in values:
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
-    return model.train()
+    return model if model.training else model.train()
 
 
 def _agree(

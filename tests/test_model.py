@@ -1,5 +1,6 @@
 """Making a user's model ready keeps what a dtype must not touch."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -21,3 +22,14 @@ def test_dtype_reaches_real_floats_alone():
     assert model.weight.dtype is torch.float64
     assert model.count.dtype is torch.int64
     assert torch.equal(model.angles, Rotary().angles)
+
+
+@pytest.mark.parametrize(
+    ("whole", "part", "expected"), [(True, False, False), (False, False, True)]
+)
+def test_a_part_in_evaluation_mode_stays_so_in_a_model_that_trains(whole, part, expected):
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)).train(whole)
+    model[0].train(part)
+    made = ready_model(Request((ModuleSpec(("",), (0,)),)), model)
+    assert made.training
+    assert made[0].training is expected
