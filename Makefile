@@ -51,7 +51,7 @@ golden: $(STAMP)  ## rewrite the golden files and show what changed
 	@git --no-pager diff -- tests/golden
 
 bench: $(STAMP)  ## capture and step times against torch's own, as ratios
-	@set -e; for file in benchmarks/*.py; do echo "== $$file"; HF_HUB_OFFLINE=1 $(BIN)/python $$file; done
+	@set -e; for file in $$(grep -l __main__ benchmarks/*.py); do echo "== $$file"; HF_HUB_OFFLINE=1 $(BIN)/python $$file; done
 
 clean:  ## remove the environment and everything built
 	rm -rf .venv build dist *.egg-info out .mypy_cache .ruff_cache .pytest_cache
