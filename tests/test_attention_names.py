@@ -1,5 +1,8 @@
 """Model code that asks for the name of its attention implementation gets the user's answer."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import transformers as hf
@@ -7,6 +10,7 @@ import transformers as hf
 from mllm_compile.compiler.errors import CaptureError
 from mllm_compile.passes.capture.attention import attention_interfaces
 from mllm_compile.passes.capture.capture import capture
+from mllm_compile.passes.capture.implementation_name import ImplementationName
 from mllm_compile.passes.capture.lift import lifted
 from tests.families import FAMILIES
 from tests.registry import text_config
@@ -46,6 +50,15 @@ def test_code_that_asks_for_the_name_takes_the_users_branch(build, name):
     assert sites.lines
     torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
     assert type(model.config._attn_implementation) is str
+
+
+def test_a_copied_name_still_stands_for_the_users():
+    """Configurations are copied, when a call is tried to be lifted out of the graph."""
+    name = ImplementationName("mllm_flash_0", "sdpa")
+    for copied in (copy.deepcopy(name), pickle.loads(pickle.dumps(name))):
+        assert copied == "sdpa"
+        assert copied == "mllm_flash_0"
+        assert copied != "eager"
 
 
 def test_a_mask_that_is_added_to_scores_is_refused():

@@ -24,7 +24,7 @@ class ImplementationName(str):
 
     chosen: str | None
 
-    def __new__(cls, name: str, chosen: str | None) -> "ImplementationName":
+    def __new__(cls, name: str, chosen: str | None = None) -> "ImplementationName":
         """``chosen`` is the user's implementation, None where it is left to transformers."""
         made = super().__new__(cls, name)
         made.chosen = chosen
