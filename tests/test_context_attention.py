@@ -96,11 +96,16 @@ SPLITS = [
 MASKS = ["full", "causal", "one", "two", "one, causal"]
 
 
-@pytest.mark.parametrize(("splits", "mask"), itertools.product(SPLITS, MASKS))
+CASES = [
+    (splits, mask)
+    for splits, mask in itertools.product(SPLITS, MASKS)
+    if "causal" not in mask or splits[0].length == splits[1].length
+]
+
+
+@pytest.mark.parametrize(("splits", "mask"), CASES)
 def test_every_rank_has_its_part_of_the_whole(splits, mask):
     queries, keys = (split.length for split in splits)
-    if "causal" in mask and queries != keys:
-        pytest.skip("causal attention has as many keys as queries")
     count = {"one": 1, "two": 2, "one, causal": 1}.get(mask)
     for batch, groups, softcap, shared in (
         (1, 4, 0.0, True),
