@@ -53,11 +53,11 @@ class Plan:
     which a parameter is read to its stage: other programs of the same model (other image counts,
     no images) are cut by it, so that a parameter never moves. It also holds the operators that the
     parameters leave a choice of stages: other programs follow where they can, so that the same
-    values cross. ``home`` maps every parameter of the
-    model, used or not, to the one stage that accounts for it. ``shardings`` has one entry for every
-    module of the request; ``given_layouts`` are those that other programs' plans have decided for
-    parameters, which keep them. ``intervals``: the keys that queries see in the batch at hand, by
-    the name of the node that computes them; where no batch is at hand, nothing is known.
+    values cross. ``home`` maps every parameter of the model, used or not, to the one stage that
+    accounts for it. ``shardings`` has one entry for every module of the request; ``given_layouts``
+    are those that other programs' plans have decided for parameters, which keep them.
+    ``intervals``: the keys that queries see in the batch at hand, by the name of the node that
+    computes them; where no batch is at hand, nothing is known.
     ``split_notes``: what people should know about a module's token split.
     """
 

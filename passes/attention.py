@@ -9,12 +9,14 @@ from collections import Counter
 from dataclasses import replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx
 
 from mllm_compile.compiler.plan import Plan
 from mllm_compile.compiler.request import ModuleSpec
 from mllm_compile.compiler.split import Split
+from mllm_compile.kernels.attention.runs import visible
 from mllm_compile.passes.token_split.mask_values import sites
 from mllm_compile.passes.token_split.measure import received, tiles
 from mllm_compile.passes.token_split.planner import plan_split
@@ -58,14 +60,13 @@ def _masks(plan: Plan, own: list[fx.Node], length: int) -> tuple[Masks, str]:
     for (intervals, dense, causal), count in counts.items():
         if dense is not None:
             return [], f"{count} attentions have a dense mask"
-        samples = np.array([[[0, length]]] * length, np.int32)[None]
+        known = None
         if isinstance(intervals, fx.Node):
             if intervals.name not in plan.intervals:
                 return [], f"no batch at hand shows the masks of {count} attentions"
-            samples = plan.intervals[intervals.name].cpu().numpy()
-        if causal:
-            samples = np.minimum(samples, np.arange(1, length + 1, dtype=np.int32)[:, None, None])
-        found += [(count, sample) for sample in samples]
+            known = plan.intervals[intervals.name].cpu()
+        seen = visible(known, length, length, bool(causal), torch.device("cpu"))
+        found += [(count, sample) for sample in seen.numpy()]
     return found, ""
 
 

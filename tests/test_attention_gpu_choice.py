@@ -8,8 +8,8 @@ from torch._subclasses import FakeTensorMode
 
 from mllm_compile.kernels.attention.gpu import entry, table
 from mllm_compile.kernels.attention.gpu.call import Call, streams
-from mllm_compile.kernels.attention.gpu.shared_runs import visible
 from mllm_compile.kernels.attention.gpu.spec import Score
+from mllm_compile.kernels.attention.shared_runs import visible
 
 with_triton = pytest.mark.skipif(
     find_spec("triton") is None, reason='triton is not installed (pip install "triton>=3.6")'

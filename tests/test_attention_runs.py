@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from mllm_compile.kernels.attention import runs
-from mllm_compile.kernels.attention.gpu import shared_runs
+from mllm_compile.kernels.attention import runs, shared_runs
 from tests.interval_masks import KINDS, OVERLAPPING, dense, draw
 
 SIZES = [(57, 57), (283, 283), (335, 1000), (1000, 335), (512, 512), (1, 90), (90, 1)]

@@ -8,7 +8,8 @@ import torch
 from mllm_compile.compiler.split import Split
 from mllm_compile.kernels.attention import reference
 from mllm_compile.kernels.attention.context import context_attention
-from mllm_compile.kernels.attention.key_exchange import causal_intervals, key_exchange
+from mllm_compile.kernels.attention.key_exchange import key_exchange
+from mllm_compile.kernels.attention.runs import visible
 from tests.thread_ranks import run_ranks
 
 SCATTERED = Split(
@@ -153,7 +154,7 @@ def test_what_is_fetched_is_what_is_seen(seed):
 def test_a_mask_that_changed_is_looked_at_anew():
     splits = (Split.contiguous(6, 2),) * 2
     q, k, v = tensors(1, 1, 1, 6, 6)
-    intervals = causal_intervals(None, 6, 6, True).clone()
+    intervals = visible(None, 6, 6, True, torch.device("cpu")).clone()
     compare(q, k, v, intervals, False, 0.0, splits)
     intervals[..., 0] = intervals[..., 1] - 1
     compare(q, k, v, intervals, False, 0.0, splits)

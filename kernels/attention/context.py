@@ -9,44 +9,34 @@ Source: MagiAttention (arXiv 2505.13211) fetches what is needed, too.
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
-from torch.utils.weak import WeakIdKeyDictionary
 
 from mllm_compile.compiler.split import Split
 from mllm_compile.kernels.attention import op, reference
-from mllm_compile.kernels.attention.key_exchange import (
-    KeyExchange,
-    causal_intervals,
-    key_exchange,
-    shared,
-)
+from mllm_compile.kernels.attention.by_token import by_token, empty_by_token
+from mllm_compile.kernels.attention.key_exchange import KeyExchange, key_exchange, shared
+from mllm_compile.kernels.attention.shared_runs import once, visible
 from mllm_compile.kernels.collective.members import Member, member
 
 Exchanges = tuple[KeyExchange, ...]
-Key = tuple[int, int, str, str, bool, torch.device]
-_of_masks: Any = WeakIdKeyDictionary()
-_without_mask: dict[Key, Exchanges] = {}
 
 
 def _exchanges(
-    intervals: Tensor | None, causal: bool, queries: str, keys: str, place: int, like: Tensor
+    intervals: Tensor | None, causal: bool, queries: str, keys: str, q: Tensor, me: Member
 ) -> Exchanges:
     """Those of every sample, or the one of all; made once per mask."""
-    version = 0 if intervals is None else intervals._version
-    known = _without_mask if intervals is None else _of_masks.setdefault(intervals, {})
-    key = version, place, queries, keys, causal, like.device
-    if key not in known:
-        splits = Split.parse(queries), Split.parse(keys)
-        lengths = [split.length for split in splits]
-        on_host = None if intervals is None else intervals.cpu()
-        every = causal_intervals(on_host, lengths[0], lengths[1], causal)
-        known[key] = tuple(key_exchange(each, *splits, place).on(like.device) for each in every)
-    found: Exchanges = known[key]
-    return found
+    splits = Split.parse(queries), Split.parse(keys)
+    seen = visible(intervals, splits[0].length, splits[1].length, causal, q.device)
+
+    def make() -> Exchanges:
+        return tuple(key_exchange(each, *splits, me.place).on(q.device) for each in seen.cpu())
+
+    return once(seen, ("exchange", me.place, queries, keys), make)
 
 
 class _Fetch:
@@ -58,7 +48,8 @@ class _Fetch:
         self.k, self.v = k, v
         both = torch.cat([k, v], -1)
         parts = [self._packed(both, rank) for rank in range(me.size)]
-        self._wait = me.communicator.start_all_to_all(parts, [[n] for n in self._arriving()])
+        shapes = [[sum(map(prod, self._arriving(rank)))] for rank in range(me.size)]
+        self._wait = me.communicator.start_all_to_all(parts, shapes)
 
     def _packed(self, both: Tensor, rank: int) -> Tensor:
         rows = [both[at].index_select(2, each.sends[rank]).flatten() for at, each in self.groups]
@@ -68,24 +59,19 @@ class _Fetch:
         batch, heads, _, size = self.k[at].shape
         return [batch, heads, keys, size + self.v.shape[-1]]
 
-    def _sizes(self, rank: int) -> list[int]:
-        shapes = (self._shape(at, each.counts[rank]) for at, each in self.groups)
-        return [torch.Size(shape).numel() for shape in shapes]
+    def _arriving(self, rank: int) -> list[list[int]]:
+        return [self._shape(at, each.counts[rank]) for at, each in self.groups]
 
-    def _arriving(self) -> list[int]:
-        return [sum(self._sizes(rank)) for rank in range(self.me.size)]
+    def _leaving(self, rank: int) -> list[list[int]]:
+        return [self._shape(at, len(each.sends[rank])) for at, each in self.groups]
 
     def fetched(self) -> list[tuple[Tensor, Tensor]]:
         """By group of samples: the keys and values that came, in the order of the sequence."""
-        parts = self._wait()
-        by_rank = [torch.split(part, self._sizes(rank)) for rank, part in enumerate(parts)]
+        by_rank = [_cut(part, self._arriving(rank)) for rank, part in enumerate(self._wait())]
         found = []
-        for place, (at, each) in enumerate(self.groups):
-            came = [
-                rows[place].view(self._shape(at, each.counts[rank]))
-                for rank, rows in enumerate(by_rank)
-            ]
-            both = torch.cat(came, 2).index_select(2, each.fetched_order)
+        for place, (_, each) in enumerate(self.groups):
+            both = torch.cat([parts[place] for parts in by_rank], 2)
+            both = both.index_select(2, each.fetched_order)
             found.append((both[..., : self.size], both[..., self.size :]))
         return found
 
@@ -105,30 +91,34 @@ class _Fetch:
         """Gradients of the own keys and values: of those at hand, and what other ranks made."""
         back: list[list[Tensor]] = [[] for _ in range(self.me.size)]
         for (_, each), grads in zip(self.groups, fetched, strict=True):
-            unsorted = torch.cat(grads, -1).index_select(2, torch.argsort(each.fetched_order))
+            unsorted = _as_before(torch.cat(grads, -1), each.fetched_order)
             for rank, part in enumerate(torch.split(unsorted, list(each.counts), 2)):
                 back[rank].append(part.flatten())
-        shapes = [
-            [sum(torch.Size(s).numel() for s in self._leaving(rank))]
-            for rank in range(self.me.size)
-        ]
-        parts = self.me.communicator.all_to_all([torch.cat(each) for each in back], shapes)
+        leaving = [self._leaving(rank) for rank in range(self.me.size)]
+        parts = self.me.communicator.all_to_all(
+            [torch.cat(each) for each in back], [[sum(map(prod, each))] for each in leaving]
+        )
         made = [
-            torch.cat(grads, -1).index_select(2, torch.argsort(each.own_order))
+            _as_before(torch.cat(grads, -1), each.own_order)
             for (_, each), grads in zip(self.groups, own, strict=True)
         ]
         for rank, part in enumerate(parts):
-            leaving = self._leaving(rank)
-            pieces = torch.split(part, [torch.Size(shape).numel() for shape in leaving])
-            for total, (_, each), piece, shape in zip(
-                made, self.groups, pieces, leaving, strict=True
-            ):
-                total.index_add_(2, each.sends[rank], piece.view(shape))
+            pieces = _cut(part, leaving[rank])
+            for total, (_, each), piece in zip(made, self.groups, pieces, strict=True):
+                total.index_add_(2, each.sends[rank], piece)
         every = torch.cat(made)
         return every[..., : self.size].clone(), every[..., self.size :].clone()
 
-    def _leaving(self, rank: int) -> list[list[int]]:
-        return [self._shape(at, len(each.sends[rank])) for at, each in self.groups]
+
+def _cut(part: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Tensors of these shapes that stand one behind the other in a flat one."""
+    flat = torch.split(part, list(map(prod, shapes)))
+    return [piece.view(tuple(shape)) for piece, shape in zip(flat, shapes, strict=True)]
+
+
+def _as_before(x: Tensor, order: Tensor) -> Tensor:
+    """What ``index_select(2, order)`` made ``x`` of."""
+    return torch.empty_like(x).index_copy_(2, order, x)
 
 
 @torch.library.custom_op("mllm::context_attention", mutates_args=())
@@ -163,7 +153,7 @@ def context_attention(
 
     """
     me = member(axis)
-    fetch = _Fetch(k, v, _exchanges(intervals, causal, queries, keys, me.place, q), me)
+    fetch = _Fetch(k, v, _exchanges(intervals, causal, queries, keys, q, me), me)
 
     def attend(own: tuple[Tensor, Tensor], at: slice, mask: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = op.attention(q[at], *own, mask, None, None, False, scale, softcap)
@@ -176,13 +166,13 @@ def context_attention(
         if sum(each.counts):
             made[place] = reference.merged([made[place], attend(keyed, at, each.fetched)])
     out = torch.cat([out for out, _ in made]).to(q.dtype)
-    return op.by_token(out), torch.cat([lse for _, lse in made]).contiguous()
+    return by_token(out), torch.cat([lse for _, lse in made]).contiguous()
 
 
 @context_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=reference.accumulation_dtype(q.dtype))
-    return op.empty_by_token(q, q.shape[1], q.shape[2], v.shape[3]), lse
+    return empty_by_token(q, v.shape[3]), lse
 
 
 @torch.library.custom_op("mllm::context_attention_backward", mutates_args=())
@@ -204,7 +194,7 @@ def context_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's q, k and v, each in the shape of its input."""
     me = member(axis)
-    fetch = _Fetch(k, v, _exchanges(intervals, causal, queries, keys, me.place, q), me)
+    fetch = _Fetch(k, v, _exchanges(intervals, causal, queries, keys, q, me), me)
 
     def differentiate(keyed: tuple[Tensor, Tensor], at: slice, mask: Tensor) -> list[Tensor]:
         given = grad_out[at], None if grad_lse is None else grad_lse[at]
@@ -225,14 +215,14 @@ def context_attention_backward(
     ]
     grad_q = torch.cat([mine[0] + more[0] for mine, more in zip(own, fetched, strict=True)])
     grad_k, grad_v = fetch.returned([(g[1], g[2]) for g in own], [(g[1], g[2]) for g in fetched])
-    return op.by_token(grad_q), op.by_token(grad_k), op.by_token(grad_v)
+    return by_token(grad_q), by_token(grad_k), by_token(grad_v)
 
 
 @context_attention_backward.register_fake
 def _(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    return tuple(op.empty_by_token(x, x.shape[1], x.shape[2], x.shape[3]) for x in (q, k, v))
+    return tuple(empty_by_token(x, x.shape[3]) for x in (q, k, v))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

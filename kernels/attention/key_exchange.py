@@ -73,16 +73,6 @@ def key_exchange(intervals: Tensor, queries: Split, keys: Split, place: int) -> 
     )
 
 
-def causal_intervals(intervals: Tensor | None, queries: int, keys: int, causal: bool) -> Tensor:
-    """int32 [B|1, queries, n, 2]: ``intervals`` (all keys if None), up to itself if ``causal``."""
-    if intervals is None:
-        intervals = torch.tensor([0, keys], dtype=torch.int32).expand(1, queries, 1, 2)
-    if causal:
-        ends = torch.arange(1, queries + 1, dtype=torch.int32)
-        intervals = torch.minimum(intervals, ends[:, None, None])
-    return intervals
-
-
 def _positions(split: Split, rank: int) -> Tensor:
     ranges = [torch.arange(start, stop) for start, stop in split.parts[rank]]
     return torch.cat([torch.arange(0), *ranges])

@@ -14,17 +14,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from mllm_compile.kernels.attention import cpu, reference
+from mllm_compile.kernels.attention.by_token import by_token, empty_by_token
 from mllm_compile.kernels.attention.gpu import entry as gpu
-
-
-def by_token(x: Tensor) -> Tensor:
-    """The same values, laid out as [B, S, H, D] in memory."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def empty_by_token(x: Tensor, heads: int, length: int, size: int) -> Tensor:
-    """[B, heads, length, size] in that layout."""
-    return x.new_empty(x.shape[0], length, heads, size).transpose(1, 2)
 
 
 def check(
@@ -110,7 +101,7 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     check(q, k, v, intervals, mask, bias)
     lse = q.new_empty(q.shape[:3], dtype=reference.accumulation_dtype(q.dtype))
-    return empty_by_token(q, q.shape[1], q.shape[2], v.shape[3]), lse
+    return empty_by_token(q, v.shape[3]), lse
 
 
 @torch.library.custom_op("mllm::attention_backward", mutates_args=())
@@ -155,7 +146,7 @@ def _(
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     def like(x: Tensor) -> Tensor:
-        return empty_by_token(x, x.shape[1], x.shape[2], x.shape[3])
+        return empty_by_token(x, x.shape[3])
 
     return like(q), like(k), like(v)
 

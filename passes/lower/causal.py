@@ -15,10 +15,9 @@ from mllm_compile.compiler.layout import Layout, R
 from mllm_compile.compiler.sharding import Layouts
 from mllm_compile.passes.lower.local_graph import LocalGraph, Meta, Value
 from mllm_compile.passes.lower.special import filled, schema_of
+from mllm_compile.passes.sharding.exchange import ATTENTION, SEQUENCE
 
 aten = torch.ops.aten
-ATTENTION = torch.ops.mllm.attention.default
-QUERY_DIM = 2
 
 
 @dataclass
@@ -40,12 +39,12 @@ class CausalIntervals:
         named = dict(zip(names, filled(node, args, kwargs), strict=True))
         rows = tuple(
             Layout("S", 0, layout.outer, layout.size)
-            if layout.divided and layout.dim == QUERY_DIM
+            if layout.divided and layout.dim == SEQUENCE
             else R
             for layout in layouts
         )
         if named["causal"] and any(layout.divided for layout in rows):
-            queries, keys = (node.args[i].meta["val"].shape[QUERY_DIM] for i in (0, 1))  # type: ignore[union-attr]
+            queries, keys = (node.args[i].meta["val"].shape[SEQUENCE] for i in (0, 1))  # type: ignore[union-attr]
             named["intervals"] = self._up_to_itself(
                 named["intervals"], (queries, keys, rows), node.meta
             )

@@ -13,11 +13,11 @@ from torch import fx
 from mllm_compile.compiler.graph import tensors_of
 from mllm_compile.compiler.layout import R
 from mllm_compile.compiler.sharding import Layouts, Sharding, Strategy
-from mllm_compile.passes.lower.causal import ATTENTION, QUERY_DIM
 from mllm_compile.passes.lower.local_values import LocalRank
 from mllm_compile.passes.lower.masked_rows import divides_rows, masked_rows, row_layouts
 from mllm_compile.passes.lower.special import filled, schema_of, special_axis, special_call
 from mllm_compile.passes.sharding.call import Call as OperatorCall
+from mllm_compile.passes.sharding.exchange import ATTENTION, SEQUENCE
 from mllm_compile.passes.sharding.local_call import local_call
 from mllm_compile.passes.sharding.rules_index import numbered_dims
 
@@ -97,7 +97,7 @@ def _attention(
     """All arguments; intervals for queries that are divided, instead of ``causal``."""
     names = [item.name for item in schema_of(ATTENTION)]
     named = dict(zip(names, filled(node, args, kwargs), strict=True))
-    if named["causal"] and any(each.divided and each.dim == QUERY_DIM for each in queries):
+    if named["causal"] and any(each.divided and each.dim == SEQUENCE for each in queries):
         named |= {"intervals": INTERVALS, "causal": False}
     return tuple(named.values()), {}
 

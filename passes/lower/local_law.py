@@ -19,12 +19,12 @@ from mllm_compile.compiler.holding import Holding
 from mllm_compile.compiler.layout import Layout, P, R, V
 from mllm_compile.compiler.plan import Plan
 from mllm_compile.compiler.sharding import Layouts, Sharding
-from mllm_compile.passes.lower.causal import QUERY_DIM
 from mllm_compile.passes.lower.extract import StageGraph
 from mllm_compile.passes.lower.local_calls import INTERVALS, Made, Operand, Part, calls
 from mllm_compile.passes.lower.local_graph import CONVERT
 from mllm_compile.passes.lower.local_states import Held, Rows, cut, holding, rows_of, stands
 from mllm_compile.passes.lower.local_values import LocalRank
+from mllm_compile.passes.sharding.exchange import SEQUENCE
 
 aten = torch.ops.aten
 State = Held | Rows
@@ -196,10 +196,10 @@ class _Follower:
         """Up to this rank's own queries, within the intervals of the model or all keys."""
         query, key, *_ = _sources(whole)
         held = self._held(query, self._layouts(whole, 0, "inputs"))
-        within: Held | int = key.meta["val"].shape[QUERY_DIM]
+        within: Held | int = key.meta["val"].shape[SEQUENCE]
         if isinstance(whole.args[3], fx.Node):
             within = self._held(whole.args[3], self._layouts(whole, 3, "inputs"))
-        expected = Rows(rows_of(self.rank, held, QUERY_DIM), 1, within)
+        expected = Rows(rows_of(self.rank, held, SEQUENCE), 1, within)
         if state != expected:
             _refuse(node, str(expected), str(state))
 

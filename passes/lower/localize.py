@@ -19,12 +19,13 @@ from mllm_compile.compiler.layout import Layout, R
 from mllm_compile.compiler.plan import Plan
 from mllm_compile.compiler.sharding import Layouts, Sharding, Strategy
 from mllm_compile.kernels.collective.members import Member
-from mllm_compile.passes.lower.causal import ATTENTION, CausalIntervals
+from mllm_compile.passes.lower.causal import CausalIntervals
 from mllm_compile.passes.lower.extract import StageGraph
 from mllm_compile.passes.lower.local_graph import LocalGraph, Value
 from mllm_compile.passes.lower.local_values import LocalRank, Shape
 from mllm_compile.passes.lower.masked_rows import divides_rows, masked_rows_call
 from mllm_compile.passes.lower.special import special_axis, special_call
+from mllm_compile.passes.sharding.exchange import ATTENTION
 from mllm_compile.passes.sharding.local_call import local_call
 
 Target = Callable[..., Any]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from mllm_compile.compiler.captured import Captured
-
-ATTENTION = torch.ops.mllm.attention.default
+from mllm_compile.compiler.graph import ancestors
+from mllm_compile.passes.sharding.exchange import ATTENTION
 
 
 def sites(captured: Captured) -> list[fx.Node]:
@@ -35,7 +35,7 @@ def key_intervals(
         if value is not None and not value.is_meta:
             known[node] = value
     wanted = {node.args[3] for node in sites(captured) if isinstance(node.args[3], fx.Node)}
-    needed = _ancestors(wanted)
+    needed = ancestors(wanted)
     results: dict[fx.Node, Any] = dict(known)
     with torch.no_grad():
         for node in graph.nodes:
@@ -45,14 +45,3 @@ def key_intervals(
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), results.__getitem__)
                 results[node] = node.target(*args, **kwargs)
     return {node.name: results[node] for node in wanted if isinstance(results.get(node), Tensor)}
-
-
-def _ancestors(nodes: set[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    ahead = list(nodes)
-    while ahead:
-        node = ahead.pop()
-        if node not in found:
-            found.add(node)
-            ahead += node.all_input_nodes
-    return found

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mllm_compile.kernels.attention.gpu.shared_runs import bounds_of, tiles_of
 from mllm_compile.kernels.attention.gpu.spec import (
     Score,
     Sizes,
@@ -15,6 +14,7 @@ from mllm_compile.kernels.attention.gpu.spec import (
     table_of,
 )
 from mllm_compile.kernels.attention.gpu.table import Config, wide
+from mllm_compile.kernels.attention.shared_runs import bounds_of, tiles_of
 
 
 @dataclass(frozen=True, slots=True)

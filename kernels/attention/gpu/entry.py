@@ -8,10 +8,11 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from mllm_compile.kernels.attention.by_token import empty_by_token
 from mllm_compile.kernels.attention.gpu.call import Call
-from mllm_compile.kernels.attention.gpu.shared_runs import visible
 from mllm_compile.kernels.attention.gpu.spec import Score
 from mllm_compile.kernels.attention.gpu.table import largest
+from mllm_compile.kernels.attention.shared_runs import visible
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -47,11 +48,6 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _by_token(x: Tensor, size: int) -> Tensor:
-    """An empty [B, H, S, size] like ``x``, laid out as [B, S, H, size]."""
-    return x.new_empty(x.shape[0], x.shape[2], x.shape[1], size).transpose(1, 2)
-
-
 def _call(
     q: Tensor,
     k: Tensor,
@@ -82,7 +78,7 @@ def attention(
     from mllm_compile.kernels.attention.gpu import launch
 
     call = _call(q, k, v, intervals, mask, bias, causal, scale, softcap)
-    out = _by_token(q, v.shape[3])
+    out = empty_by_token(q, v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     launch.forward(call, out, lse)
     return out, lse
@@ -107,9 +103,9 @@ def attention_backward(
     from mllm_compile.kernels.attention.gpu import launch
 
     call = _call(q, k, v, intervals, mask, bias, causal, scale, softcap)
-    grads = _by_token(q, q.shape[3]), _by_token(k, k.shape[3]), _by_token(v, v.shape[3])
+    grad_q, grad_k, grad_v = (empty_by_token(x, x.shape[3]) for x in (q, k, v))
     grad_out, lse = _dense(grad_out), lse.contiguous()
     delta = launch.delta(call, _dense(out), grad_out, lse, grad_lse)
-    launch.dq(call, grad_out, grads[0], lse, delta)
-    launch.dkv(call, grad_out, grads[1], grads[2], lse, delta)
-    return grads
+    launch.dq(call, grad_out, grad_q, lse, delta)
+    launch.dkv(call, grad_out, grad_k, grad_v, lse, delta)
+    return grad_q, grad_k, grad_v
