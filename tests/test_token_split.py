@@ -164,6 +164,16 @@ def test_two_masks_are_balanced_at_once_with_little_traffic(seed: int) -> None:
         assert tiles(mask, contiguous).max() * ranks / tiles(mask).sum() > 1.05
 
 
+def test_ranks_that_need_nothing_are_balanced() -> None:
+    """A document each: no keys to receive, but much more work for the one than the other."""
+    length = 8192
+    ends = np.arange(1, length + 1)
+    starts = np.where(ends > 4096, np.maximum(4096, (ends - 1) // 1024 * 1024), 0)
+    mask = np.stack([starts, ends], -1)[:, None].astype(np.int32)
+    work = tiles(mask, plan_split([mask], [1], 2))
+    assert work.max() * 2 / tiles(mask).sum() <= 1.02
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "most"), [("packed_mm", 0.25), ("gemma", 0.22), ("ee", 0.2)])
 def test_the_published_masks_are_balanced_with_little_traffic(name: str, most: float) -> None:

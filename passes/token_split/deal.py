@@ -34,8 +34,8 @@ class Cost:
     ) -> Floats:
         """What ``change`` of need and ``moved`` work [masks, Q, w, w] cost Q ranks [Q, w, w].
 
-        ``need``, ``load`` [masks, Q]: before. ``mean`` [masks, 1]: the need of a rank on average;
-        a unit costs a rank that needs twice as much a third more.
+        ``need``, ``load`` [masks, Q]: before. ``mean`` [masks, 1]: the need of a rank on average,
+        or where hardly any is, a little; a unit costs a rank that needs twice as much a third more.
         """
         slope = self.weights[:, None] * (1 + 0.5 * need / mean)
         bend = self.weights[:, None] * (0.25 / mean)
@@ -94,7 +94,8 @@ class Deal:
         """
         work = self.units.work
         moved = work[:, gain][..., None, :] - work[:, lose][..., None]
-        mean = np.maximum(self.need.mean(1, keepdims=True), 1e-9)
+        least = self.units.count / self.ranks / 8
+        mean = np.maximum(self.need.mean(1, keepdims=True), least)
         change = self._received_more(self.users[:, numbers], lose, gain)
         return cost.of_swaps(self.need[:, numbers], change, self.load[:, numbers], moved, mean)
 
