@@ -129,7 +129,7 @@ def _common_options(command: argparse.ArgumentParser) -> None:
 def _kernels_options(command: argparse.ArgumentParser) -> None:
     what = "compile for its attention sites alone; else the whole table"
     targets = ("sm80", "sm90", "sm100", "gfx942")
-    command.add_argument("path", metavar="REQUEST", nargs="?", help=what)
+    command.add_argument("path", metavar="PLAN-or-REQUEST", nargs="?", help=what)
     command.add_argument("--target", nargs="+", choices=targets, help="architectures (all)")
     command.add_argument("--json", metavar="OUT", help="write what the kernels take to a file")
     command.add_argument("--output", metavar="DIR", help="write source, PTX and code there")

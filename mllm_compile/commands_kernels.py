@@ -7,21 +7,20 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.table import Table
 
-import mllm_compile.kernels.attention.op  # noqa: F401  registers the operator
-from mllm_compile.commands_plan import captured
-from mllm_compile.compiler.captured import Captured
+from mllm_compile.commands_plan import captured, loaded
 from mllm_compile.compiler.errors import RequestError, explain
-from mllm_compile.kernels.attention.gpu.table import TARGETS
+from mllm_compile.kernels.attention.gpu.table import TARGETS, largest
+from mllm_compile.kernels.attention.kernel import Site
 from mllm_compile.output import Output, write
+from mllm_compile.passes.lower.emit import KERNELS, site_of
 from mllm_compile.render import new_table
 
 if TYPE_CHECKING:  # imports triton
-    from mllm_compile.kernels.attention.gpu.ahead_of_time import Compiled, Site
+    from mllm_compile.kernels.attention.gpu.ahead_of_time import Compiled
 
-ATTENTION = torch.ops.mllm.attention.default
+BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
 
 
 def kernels(options: Namespace) -> int:
@@ -34,7 +33,7 @@ def kernels(options: Namespace) -> int:
         raise RequestError(explain(what, expected="triton", got="no such package", remedy=remedy))
     from mllm_compile.kernels.attention.gpu.ahead_of_time import compile_variant, of_site, shipped
 
-    sites = _sites(captured(options)) if options.path else None
+    sites = _sites(options) if options.path else None
     records, broken = [], 0
     for target in options.target or TARGETS:
         variants = shipped(target) if sites is None else chain(*(of_site(target, x) for x in sites))
@@ -49,24 +48,31 @@ def kernels(options: Namespace) -> int:
     return 1 if broken else 0
 
 
-def _sites(program: Captured) -> list["Site"]:
-    """The kinds of attention of a program, each once; RequestError for what no kernel does."""
-    from mllm_compile.kernels.attention.gpu.ahead_of_time import TYPES, Site
+def _sites(options: Namespace) -> list[Site]:
+    """The kinds of attention of a plan or request, each once; RequestError if no kernel has any."""
+    if Path(options.path).suffix == ".json":
+        named = {node.name: Site.parse(node.site) for node in loaded(options).nodes if node.site}
+    else:
+        graph = captured(options).main.graph
+        named = {node.name: site_of(node) for node in graph.nodes if node.target in KERNELS}
+    left = {name: why for name, site in named.items() if (why := _left(site))}
+    for name, why in left.items():
+        Output().print(f"{name} is computed by definition: {why}")
+    if len(left) == len(named):
+        got, remedy = f"none in {options.path}", "--set dtype=bfloat16"
+        raise RequestError(
+            explain("kernels", expected="attention that a kernel computes", got=got, remedy=remedy)
+        )
+    return sorted({site for name, site in named.items() if name not in left})
 
-    sites = set()
-    for node in program.main.graph.find_nodes(op="call_function", target=ATTENTION):
-        q, _, v, intervals, mask, bias, _, _, softcap = node.args
-        dtype = str(q.meta["val"].dtype).removeprefix("torch.")
-        if dtype not in TYPES:
-            got, remedy = f"{dtype} at {node.name}", "--set dtype=bfloat16"
-            raise RequestError(
-                explain("kernels", expected=", ".join(TYPES), got=got, remedy=remedy)
-            )
-        count = 1 if intervals is None else intervals.meta["val"].shape[2]
-        sizes = q.meta["val"].shape[3], v.meta["val"].shape[3]
-        dense = mask is not None, bias is not None
-        sites.add(Site(dtype, *sizes, count, *dense, bool(softcap)))
-    return sorted(sites)
+
+def _left(site: Site) -> str:
+    """Why no Triton kernel computes a site; "" where one does."""
+    if site.dtype not in BITS:
+        return f"{site.dtype} is none of {', '.join(BITS)}"
+    most = largest(BITS[site.dtype])
+    size = max(site.size, site.value_size)
+    return f"head size {size} in {site.dtype} exceeds {most}" if size > most else ""
 
 
 def _view(target: str, done: list["Compiled"]) -> Table:

@@ -65,7 +65,7 @@ def inspect(options: Namespace) -> int:
         _diff(options)
         return 0
     is_plan = Path(options.path).suffix == ".json"
-    document = Document.load(options.path) if is_plan else _plan(options)
+    document = loaded(options) if is_plan else _plan(options)
     views: list[RenderableType] = []
     if options.graph is not None:
         views.append(graph_view(document, options.graph))
@@ -78,6 +78,14 @@ def inspect(options: Namespace) -> int:
     if not views:
         _show_plan(document)
     return 0
+
+
+def loaded(options: Namespace) -> Document:
+    """The plan file that was asked for."""
+    if options.overrides:
+        got, remedy = f"--set {options.overrides[0]}", "give the request itself, or plan again"
+        raise RequestError(explain(options.path, expected="no change", got=got, remedy=remedy))
+    return Document.load(options.path)
 
 
 def _plan(options: Namespace, stop_after: str | None = None, dump: str | None = None) -> Document:

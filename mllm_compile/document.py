@@ -19,6 +19,7 @@ from mllm_compile.compiler.errors import RequestError
 from mllm_compile.compiler.plan import NodeCost, Plan
 from mllm_compile.compiler.request import Request
 from mllm_compile.compiler.stage import Boundary, Stage
+from mllm_compile.passes.lower.emit import KERNELS, site_of
 from mllm_compile.sharding_record import (
     CollectiveRecord,
     ShardingRecord,
@@ -26,7 +27,7 @@ from mllm_compile.sharding_record import (
     sharding_records,
 )
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class NodeRecord:
 
     ``kind`` is ``op`` for a computed node, else the kind of input. ``reads`` are the names of its
     operands. ``grad`` tells whether gradient flows through the value. ``size`` is in bytes.
+    ``site`` is what the kernels of an attention are compiled for, as text; "" for all others.
     """
 
     name: str
@@ -52,6 +54,7 @@ class NodeRecord:
     weight_grad: int
     size: int
     saved: int
+    site: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +191,7 @@ def _nodes(plan: Plan) -> Iterator[NodeRecord]:
             weight_grad=cost.weight_grad,
             size=cost.bytes,
             saved=cost.saved_bytes,
+            site=str(site_of(node)) if node.target in KERNELS else "",
         )
 
 

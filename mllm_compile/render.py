@@ -25,6 +25,7 @@ def plan_view(document: Document) -> Group:
     parts: list[RenderableType] = [heading(document), module_table(document)]
     if document.stages:
         parts += [stage_table(document), boundary_table(document), glue_table(document)]
+        parts.append(attention_table(document))
     if document.shardings:
         parts.append(sharding_table(document))
     notes = [
@@ -139,10 +140,28 @@ def glue_table(document: Document) -> Table:
             why = "inputs alone decide it" if copied else "first stage that uses it"
             groups.setdefault((pattern(node.owner) or "(model)", why), []).append(node)
     for (owner, why), nodes in sorted(groups.items()):
-        stages = sorted({stage for node in nodes for stage in node.stages})
-        runs_in = f"stage{'s' * (len(stages) > 1)} {numbers(stages)}"
-        table.add_row(owner, str(len(nodes)), runs_in, why, most_common(node.op for node in nodes))
+        operators = most_common(node.op for node in nodes)
+        table.add_row(owner, str(len(nodes)), _runs_in(nodes), why, operators)
     return table
+
+
+def attention_table(document: Document) -> Table:
+    """What the kernels of attention are compiled for."""
+    mask = "intervals and masks"
+    table = new_table("Attention", "dtype", "head size", mask, "nodes", "runs in", "owner")
+    groups: dict[str, list[NodeRecord]] = {}
+    for node in document.nodes:
+        if node.site:
+            groups.setdefault(node.site, []).append(node)
+    for site, nodes in groups.items():
+        owners = dict.fromkeys(pattern(node.owner) or "(model)" for node in nodes)
+        table.add_row(*site.split(), str(len(nodes)), _runs_in(nodes), ", ".join(owners))
+    return table
+
+
+def _runs_in(nodes: Iterable[NodeRecord]) -> str:
+    stages = sorted({stage for node in nodes for stage in node.stages})
+    return f"stage{'s' * (len(stages) > 1)} {numbers(stages)}"
 
 
 def pattern(path: str) -> str:

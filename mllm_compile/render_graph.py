@@ -107,6 +107,8 @@ def _facts(document: Document, node: NodeRecord) -> Iterator[tuple[str, str]]:
     if node.kind == "op":
         yield "owner", node.owner or "(model)"
         yield "runs in", _place(document, node)
+    if node.site:
+        yield "kernels for", node.site
     yield "gradient", _gradient(document, node)
     costs = (node.forward, node.input_grad, node.weight_grad)
     yield "FLOPs", ", ".join(f"{k} {count(v)}" for k, v in zip(("F", "dI", "dW"), costs))  # noqa: B905

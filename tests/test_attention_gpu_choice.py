@@ -25,31 +25,29 @@ def on_gpu(size=64, value_size=64, dtype=torch.bfloat16, length=8):
 
 @with_triton
 def test_what_the_kernels_take():
-    assert entry.supports(*on_gpu(), None, None, 0.1)
-    assert entry.supports(*on_gpu(256, 5), None, None, 0.1)
-    assert entry.supports(*on_gpu(128, 40, torch.float32), None, None, 0.1)
-    assert not entry.supports(*on_gpu(257), None, None, 0.1)
-    assert not entry.supports(*on_gpu(129, dtype=torch.float32), None, None, 0.1)
-    assert not entry.supports(*on_gpu(dtype=torch.float64), None, None, 0.1)
-    assert not entry.supports(*on_gpu(), None, None, -0.1)
-    assert not entry.supports(*on_gpu(length=0), None, None, 0.1)
-    assert not entry.supports(*(torch.empty(1, 2, 4, 8),) * 3, None, None, 0.1)
+    assert entry.computes(*on_gpu(), None, None, 0.1)
+    assert entry.computes(*on_gpu(256, 5), None, None, 0.1)
+    assert entry.computes(*on_gpu(128, 40, torch.float32), None, None, 0.1)
+    assert not entry.computes(*on_gpu(257), None, None, 0.1)
+    assert not entry.computes(*on_gpu(129, dtype=torch.float32), None, None, 0.1)
+    assert not entry.computes(*on_gpu(dtype=torch.float64), None, None, 0.1)
+    assert not entry.computes(*on_gpu(), None, None, -0.1)
+    assert not entry.computes(*on_gpu(length=0), None, None, 0.1)
 
 
 @with_triton
 def test_a_dense_mask_of_2_to_31_elements_a_head_is_left_to_the_definition():
     reaches = torch.empty(1, 1, 1 << 15, 1 << 16, dtype=torch.bool, device="meta")
-    assert entry.supports(*on_gpu(), reaches, None, 0.1)
+    assert entry.computes(*on_gpu(), reaches, None, 0.1)
     too_far = torch.empty(1, 1, (1 << 15) + 1, 1 << 16, dtype=torch.bool, device="meta")
-    assert not entry.supports(*on_gpu(), too_far, None, 0.1)
-    assert not entry.supports(*on_gpu(), None, too_far, 0.1)
+    assert not entry.computes(*on_gpu(), too_far, None, 0.1)
+    assert not entry.computes(*on_gpu(), None, too_far, 0.1)
 
 
 def test_a_gpu_without_triton_is_an_error(monkeypatch):
     monkeypatch.setattr(entry, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match=r"pip install \"triton>=3\.6\""):
-        entry.supports(*on_gpu(), None, None, 0.1)
-    assert not entry.supports(*on_gpu(dtype=torch.float64), None, None, 0.1)
+        entry.attention(*on_gpu(), scale=0.1)
 
 
 def a_call(dtype=torch.float32, size=64):

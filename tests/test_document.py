@@ -40,7 +40,7 @@ def test_an_unfinished_plan_is_a_document_too() -> None:
     assert "encoder" in text(plan_view(document))
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 99}', '{"format": 1}'])
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 99}', '{"format": 2}'])
 def test_other_files_are_refused(tmp_path, content: str) -> None:
     path = tmp_path / "plan.json"
     path.write_text(content)

@@ -141,9 +141,40 @@ def test_the_kernels_of_a_request_are_those_of_its_sites(compiler, monkeypatch, 
     assert sizes == {16}
 
 
+def test_the_kernels_of_a_plan_are_those_of_its_request(compiler, monkeypatch, tmp_path):
+    done = compiler.compile_variant(variant(compiler, "forward", "gfx942", "bfloat16", 64))
+    monkeypatch.setattr(compiler, "compile_variant", lambda variant: replace(done, variant=variant))
+    plan, kernels = str(tmp_path / "plan.json"), []
+    assert cli.main(["plan", LLAVA, "--set", "dtype=bfloat16", "-o", plan]) == 0
+    for at in ([plan], [LLAVA, "--set", "dtype=bfloat16"]):
+        record = tmp_path / "out.json"
+        assert cli.main(["kernels", *at, "--target", "gfx942", "--json", str(record)]) == 0
+        kernels.append(json.loads(record.read_text()))
+    assert kernels[0] == kernels[1]
+    assert {entry["kernel"] for entry in kernels[0]} >= {"forward", "dq", "dkv"}
+
+
+def test_a_plan_is_taken_as_it_is(compiler, tmp_path, capsys):
+    plan = str(tmp_path / "plan.json")
+    assert cli.main(["plan", LLAVA, "-o", plan]) == 0
+    for command in ("kernels", "inspect"):
+        assert cli.main([command, plan, "--set", "dtype=bfloat16"]) == 2
+        assert "--set dtype=bfloat16" in capsys.readouterr().err
+
+
 def test_a_request_in_float64_has_no_kernels(compiler, capsys):
     assert cli.main(["kernels", LLAVA, "--target", "gfx942"]) == 2
-    assert "dtype=bfloat16" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert "dtype=bfloat16" in shown.err
+    assert "by definition: float64 is none of" in shown.out
+
+
+def test_heads_that_are_too_wide_are_told():
+    from mllm_compile.commands_kernels import _left
+    from mllm_compile.kernels.attention.kernel import Site
+
+    assert _left(Site("bfloat16", 256, 64)) == ""
+    assert _left(Site("bfloat16", 64, 257)) == "head size 257 in bfloat16 exceeds 256"
 
 
 @pytest.mark.slow

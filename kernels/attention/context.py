@@ -19,6 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 from mllm_compile.compiler.split import Split
 from mllm_compile.kernels.attention import op, reference
 from mllm_compile.kernels.attention.by_token import by_token, empty_by_token
+from mllm_compile.kernels.attention.kernel import backward_of
 from mllm_compile.kernels.attention.key_exchange import KeyExchange, key_exchange, shared
 from mllm_compile.kernels.attention.shared_runs import once, visible
 from mllm_compile.kernels.collective.members import Member, member
@@ -133,6 +134,7 @@ def context_attention(
     axis: str,
     queries: str,
     keys: str,
+    kernel: str = "",
 ) -> tuple[Tensor, Tensor]:
     """``mllm::attention`` of this rank's queries to the whole sequence.
 
@@ -147,6 +149,7 @@ def context_attention(
         axis: the mesh axis.
         queries: the split of the Q queries along it, as text.
         keys: that of the keys.
+        kernel: as of ``mllm::attention``, for the attention to every part of the keys.
 
     Returns:
         out [B, H, q, E] and the log-sum-exp [B, H, q].
@@ -156,7 +159,7 @@ def context_attention(
     fetch = _Fetch(k, v, _exchanges(intervals, causal, queries, keys, q, me), me)
 
     def attend(own: tuple[Tensor, Tensor], at: slice, mask: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = op.attention(q[at], *own, mask, None, None, False, scale, softcap)
+        out, lse = op.attention(q[at], *own, mask, None, None, False, scale, softcap, kernel)
         return out, lse
 
     made = [
@@ -191,6 +194,7 @@ def context_attention_backward(
     axis: str,
     queries: str,
     keys: str,
+    kernel: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's q, k and v, each in the shape of its input."""
     me = member(axis)
@@ -199,7 +203,7 @@ def context_attention_backward(
     def differentiate(keyed: tuple[Tensor, Tensor], at: slice, mask: Tensor) -> list[Tensor]:
         given = grad_out[at], None if grad_lse is None else grad_lse[at]
         grads = op.attention_backward(
-            *given, q[at], *keyed, out[at], lse[at], mask, None, None, False, scale, softcap
+            *given, q[at], *keyed, out[at], lse[at], mask, None, None, False, scale, softcap, kernel
         )
         return list(grads)
 
@@ -226,7 +230,7 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, intervals, *ctx.terms = inputs
+    q, k, v, intervals, *ctx.terms, ctx.kernel = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, intervals)
 
@@ -235,8 +239,11 @@ def _gradient(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     q, k, v, out, lse, intervals = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    grads = context_attention_backward(grad_out, grad_lse, q, k, v, out, lse, intervals, *ctx.terms)
-    return (*grads, *[None] * 7)
+    kernel = backward_of(ctx.kernel, q, k, v, intervals, None, None, *ctx.terms[1:3])
+    grads = context_attention_backward(
+        grad_out, grad_lse, q, k, v, out, lse, intervals, *ctx.terms, kernel
+    )
+    return (*grads, *[None] * 8)
 
 
 context_attention.register_autograd(_gradient, setup_context=_setup_context)
@@ -249,7 +256,7 @@ def _pairs(q: Any, keys: str) -> int:
 @register_flop_formula(torch.ops.mllm.context_attention)
 def _flops(q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None, **kwargs: Any) -> int:
     """Every pair of an own query and a key of the sequence, as ``mllm::attention`` counts."""
-    return _pairs(q, rest[-1]) * int(q[3] + v[3])
+    return _pairs(q, rest[6]) * int(q[3] + v[3])
 
 
 @register_flop_formula(torch.ops.mllm.context_attention_backward)
@@ -257,4 +264,4 @@ def _backward_flops(
     grad_out: Any, grad_lse: Any, q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None,
     **kwargs: Any,
 ) -> int:  # fmt: skip
-    return _pairs(q, rest[-1]) * int(3 * q[3] + 2 * v[3])
+    return _pairs(q, rest[8]) * int(3 * q[3] + 2 * v[3])

@@ -21,10 +21,9 @@ FEW_PAIRS = 1 << 16
 """Queries times keys up to which one masked call is cheaper than looking at the intervals."""
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor, softcap: float) -> bool:
+def computes(q: Tensor, k: Tensor, v: Tensor, softcap: float) -> bool:
     """Whether the fused kernels compute this call; the definition does where they do not."""
-    nothing_empty = min(q.numel(), k.numel(), v.numel()) > 0
-    return q.device.type == "cpu" and not softcap and nothing_empty
+    return not softcap and min(q.numel(), k.numel(), v.numel()) > 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """``mllm::attention``: every attention of a captured graph is this one operator.
 
 It returns the output and the log-sum-exp that its backward needs, because forward and backward are
-lowered into different graphs. Both operators choose the kernel by device and never read values:
-fused ones on a CPU, Triton's on a GPU but for float64, the definition for what neither computes.
+lowered into different graphs. Both run the kernel that their node names, and never read values to
+choose one: fused on a CPU, Triton's on a GPU but for float64, the definition for what neither
+computes.
 Layouts are fixed, so that fake and real agree: out and the gradients are [B, S, H, D] in memory
 (seen as [B, H, S, D]), lse is contiguous. Terms and shapes: ``reference``.
 """
@@ -16,6 +17,14 @@ from torch.utils.flop_counter import register_flop_formula
 from mllm_compile.kernels.attention import cpu, reference
 from mllm_compile.kernels.attention.by_token import by_token, empty_by_token
 from mllm_compile.kernels.attention.gpu import entry as gpu
+from mllm_compile.kernels.attention.kernel import (
+    BACKWARD,
+    FORWARD,
+    FUSED,
+    TRITON,
+    agreed,
+    backward_of,
+)
 
 
 def check(
@@ -75,15 +84,38 @@ def attention(
     causal: bool,
     scale: float,
     softcap: float,
+    kernel: str = "",
 ) -> tuple[Tensor, Tensor]:
-    """(out [B, H, Q, E], lse [B, H, Q]); ``softcap`` 0 means none. See ``reference.attention``."""
+    """Output and log-sum-exp of attention; terms in ``reference``.
+
+    Args:
+        q: queries [B, H, Q, D].
+        k: keys [B, G, K, D].
+        v: values [B, G, K, E].
+        intervals: int32 [B|1, Q, 1 or 2, 2], the keys that a query may see; None means all.
+        mask: boolean, broadcasts to [B, H, Q, K].
+        bias: floating point, broadcasts to [B, H, Q, K].
+        causal: whether query i sees no key behind i.
+        scale: of the scores.
+        softcap: of the scores; 0 means none.
+        kernel: the ``kernel.Kernel`` to run, as text; "" means the one that the call is due.
+
+    Returns:
+        out [B, H, Q, E] and lse [B, H, Q].
+
+    Raises:
+        ValueError: shapes, dtypes or the kernel do not fit.
+
+    """
     check(q, k, v, intervals, mask, bias)
-    if cpu.supports(q, k, v, softcap):
-        out, lse = cpu.attention(q, k, v, intervals, mask, bias, causal, scale)
-    elif gpu.supports(q, k, v, mask, bias, scale):
-        out, lse = gpu.attention(q, k, v, intervals, mask, bias, causal, scale, softcap)
+    run = agreed(kernel, FORWARD, q, k, v, intervals, mask, bias, scale, softcap)
+    masks = intervals, mask, bias
+    if run.how == FUSED:
+        out, lse = cpu.attention(q, k, v, *masks, causal, scale)
+    elif run.how == TRITON:
+        out, lse = gpu.attention(q, k, v, *masks, causal, scale, softcap, run.tiles)
     else:
-        out, lse = reference.attention(q, k, v, intervals, mask, bias, causal, scale, softcap)
+        out, lse = reference.attention(q, k, v, *masks, causal, scale, softcap)
     return by_token(out), lse.contiguous()
 
 
@@ -98,6 +130,7 @@ def _(
     causal: bool,
     scale: float,
     softcap: float,
+    kernel: str = "",
 ) -> tuple[Tensor, Tensor]:
     check(q, k, v, intervals, mask, bias)
     lse = q.new_empty(q.shape[:3], dtype=reference.accumulation_dtype(q.dtype))
@@ -119,20 +152,17 @@ def attention_backward(
     causal: bool,
     scale: float,
     softcap: float,
+    kernel: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, each in the shape of its input."""
-    if cpu.supports(q, k, v, softcap):
-        grads = cpu.attention_backward(
-            grad_out, grad_lse, q, k, v, out, lse, intervals, mask, bias, causal, scale
-        )
-    elif gpu.supports(q, k, v, mask, bias, scale):
-        grads = gpu.attention_backward(
-            grad_out, grad_lse, q, k, v, out, lse, intervals, mask, bias, causal, scale, softcap
-        )
+    """Gradients of q, k and v, each in the shape of its input; ``kernel`` as in the forward."""
+    run = agreed(kernel, BACKWARD, q, k, v, intervals, mask, bias, scale, softcap)
+    call = grad_out, grad_lse, q, k, v, out, lse, intervals, mask, bias, causal, scale
+    if run.how == FUSED:
+        grads = cpu.attention_backward(*call)
+    elif run.how == TRITON:
+        grads = gpu.attention_backward(*call, softcap, run.tiles)
     else:
-        grads = reference.attention_backward(
-            grad_out, grad_lse, q, k, v, out, lse, intervals, mask, bias, causal, scale, softcap
-        )
+        grads = reference.attention_backward(*call, softcap)
     return by_token(grads[0]), by_token(grads[1]), by_token(grads[2])
 
 
@@ -152,7 +182,7 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, intervals, mask, bias, ctx.causal, ctx.scale, ctx.softcap = inputs
+    q, k, v, intervals, mask, bias, *ctx.terms, ctx.kernel = inputs
     if bias is not None and bias.requires_grad:
         raise ValueError(
             "attention: the operator has no gradient for bias; use plain operators "
@@ -166,10 +196,9 @@ def _gradient(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     q, k, v, out, lse, *masks = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    grads = attention_backward(
-        grad_out, grad_lse, q, k, v, out, lse, *masks, ctx.causal, ctx.scale, ctx.softcap
-    )
-    return (*grads, None, None, None, None, None, None)
+    kernel = backward_of(ctx.kernel, q, k, v, *masks, *ctx.terms[1:])
+    grads = attention_backward(grad_out, grad_lse, q, k, v, out, lse, *masks, *ctx.terms, kernel)
+    return (*grads, *[None] * 7)
 
 
 attention.register_autograd(_gradient, setup_context=_setup_context)

@@ -7,8 +7,10 @@ from mllm_compile.compiler.plan import Plan
 from mllm_compile.compiler.program import StageProgram
 from mllm_compile.compiler.sharding import Sharding
 from mllm_compile.compiler.stage import Stage
+from mllm_compile.kernels.attention.kernel import target_at_hand
 from mllm_compile.kernels.collective.members import members
 from mllm_compile.passes.lower.differentiate import differentiate
+from mllm_compile.passes.lower.emit import attentions_name_their_kernels, emit
 from mllm_compile.passes.lower.extract import extract
 from mllm_compile.passes.lower.local_law import ranks_hold_what_is_planned
 from mllm_compile.passes.lower.localize import localize, members_of
@@ -20,7 +22,7 @@ from mllm_compile.passes.lower.segment_laws import (
 
 
 def lower(plan: Plan, stage: Stage, places: Mapping[str, int] | None = None) -> StageProgram:
-    """``plan, stage -> StageProgram`` without transfers: extract, localize and differentiate.
+    """``plan, stage -> StageProgram`` without transfers: extract, localize, emit, differentiate.
 
     ``places`` are those of the rank along the axes of the module's sharding, if it has any.
     """
@@ -28,11 +30,14 @@ def lower(plan: Plan, stage: Stage, places: Mapping[str, int] | None = None) -> 
     whole = extract(plan, stage)
     local = localize(whole, plan, stage.index, places)
     check(ranks_hold_what_is_planned, local, whole, plan, stage.index, places, after="localize")
+    target = target_at_hand()
+    local = emit(local, target)
     with members(members_of(plan, stage.index, places)):
         segments = differentiate(local)
     check(joint_graph_is_kept, segments, stage.index, after="differentiate")
     check(values_are_made_before_they_are_read, segments, local, stage.index, after="differentiate")
     check(wanted_gradients_are_made, segments, local, plan, stage.index, after="differentiate")
+    check(attentions_name_their_kernels, segments, target, stage.index, after="differentiate")
     return StageProgram(
         stage=stage.index,
         forward=segments.forward,

@@ -68,13 +68,12 @@ def _exchanging_call(
     """Without masks and bias, which are none; with the splits of queries and keys."""
     names = [item.name for item in schema_of(ATTENTION)]
     named = dict(zip(names, filled(node, args, kwargs), strict=True))
-    kept = [item.name for item in schema_of(SPECIAL[ATTENTION]) if item.name in named]
     axis, strategy = along
-    splits = []
-    for x, layout in zip(node.args[:2], strategy.inputs, strict=False):
+    named["axis"] = axis.name
+    for name, x, layout in zip(("queries", "keys"), node.args, strategy.inputs, strict=False):
         length = x.meta["val"].shape[SEQUENCE]  # type: ignore[union-attr]
-        splits.append(str(axis.split(layout.size).times(length // layout.size)))
-    return (*(named[name] for name in kept), axis.name, *splits)
+        named[name] = str(axis.split(layout.size).times(length // layout.size))
+    return tuple(named[item.name] for item in schema_of(SPECIAL[ATTENTION]))
 
 
 def filled(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:

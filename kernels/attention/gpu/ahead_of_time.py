@@ -7,7 +7,7 @@ rows of dense masks and biases to be contiguous.
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -25,6 +25,7 @@ from mllm_compile.kernels.attention.gpu.spec import (
     Visible,
 )
 from mllm_compile.kernels.attention.gpu.table import Config
+from mllm_compile.kernels.attention.kernel import Site
 
 KERNELS: dict[str, Any] = {
     "delta": backward.delta_kernel,
@@ -35,18 +36,6 @@ KERNELS: dict[str, Any] = {
 TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 STREAMED = {"key_tiles": "wide", "value_tiles": "value_wide"}
 STREAMED_BY_KEYS = {"query_tiles": "wide", "grad_tiles": "value_wide"}
-
-
-class Site(NamedTuple):
-    """What an attention of a program is compiled for."""
-
-    dtype: str
-    size: int
-    value_size: int
-    intervals: int = 1
-    mask: bool = False
-    bias: bool = False
-    softcap: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +54,8 @@ class Variant:
         size = f"{self.spec.size}x{self.spec.value_size}"
         kinds = [f"i{self.spec.intervals}"]
         kinds += [kind for kind in ("mask", "bias", "softcap") if getattr(self.spec, kind)]
-        cut = f"{self.config.block_q}x{self.config.block_k}w{self.config.warps}"
-        cut += f"s{self.config.stages}" + ("tma" if self.config.descriptors else "")
-        return "-".join([self.kernel, self.target, self.dtype, size, *kinds, cut])
+        parts = [self.kernel, self.target, self.dtype, size, *kinds, str(self.config)]
+        return "-".join(parts)
 
 
 @dataclass(frozen=True, slots=True)

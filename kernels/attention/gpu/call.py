@@ -1,6 +1,7 @@
 """One call of attention as arguments of the kernels: specialisation, masks and runs of tiles."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,7 +20,10 @@ from mllm_compile.kernels.attention.shared_runs import bounds_of, tiles_of
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Inputs, with dense last dims, and who sees whom: ``intervals`` [B|1, Q, n, 2] always."""
+    """Inputs, with dense last dims, and who sees whom: ``intervals`` [B|1, Q, n, 2] always.
+
+    ``tiles`` are the configurations to try for a kernel, if not the table's.
+    """
 
     q: Tensor
     k: Tensor
@@ -28,6 +32,7 @@ class Call:
     mask: Tensor | None
     bias: Tensor | None
     score: Score
+    tiles: Mapping[str, tuple[Config, ...]] = field(default_factory=dict)
 
     @property
     def sizes(self) -> Sizes:

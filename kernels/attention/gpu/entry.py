@@ -1,6 +1,7 @@
 """Attention on a GPU: the entry of the Triton kernels, which needs no Triton to be imported.
 
-Terms as in ``reference``; ``intervals`` as in ``runs``.
+Terms as in ``reference``; ``intervals`` as in ``runs``. ``tiles`` are the configurations to try, by
+name of the kernel; the table's where there are none.
 """
 
 from importlib.util import find_spec
@@ -11,32 +12,33 @@ from torch import Tensor
 from mllm_compile.kernels.attention.by_token import empty_by_token
 from mllm_compile.kernels.attention.gpu.call import Call
 from mllm_compile.kernels.attention.gpu.spec import Score
-from mllm_compile.kernels.attention.gpu.table import largest
+from mllm_compile.kernels.attention.gpu.table import Config, largest
 from mllm_compile.kernels.attention.shared_runs import visible
 
+Tiles = tuple[tuple[str, tuple[Config, ...]], ...]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def supports(
+def computes(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float
 ) -> bool:
     """Whether the kernels compute this call; the definition does where they do not.
 
     Left to it: float64, heads larger than the table's (256, in float32 128), scales of 0 or below,
-    empty inputs, a dense mask or bias of 2**31 elements a head. RuntimeError for a call that the
-    kernels would compute if Triton were there.
+    empty inputs, a dense mask or bias of 2**31 elements a head.
     """
-    if q.device.type != "cuda" or q.dtype not in DTYPES:
+    if q.dtype not in DTYPES or max(q.shape[3], v.shape[3]) > largest(q.element_size() * 8):
         return False
-    fits = max(q.shape[3], v.shape[3]) <= largest(q.element_size() * 8)
-    fits = fits and all(_reach(x) < 2**31 for x in (mask, bias) if x is not None)
-    mine = fits and scale > 0.0 and min(q.numel(), k.numel(), v.numel()) > 0
-    if mine and find_spec("triton") is None:
+    fits = all(_reach(x) < 2**31 for x in (mask, bias) if x is not None)
+    return fits and scale > 0.0 and min(q.numel(), k.numel(), v.numel()) > 0
+
+
+def _check_triton(device: torch.device) -> None:
+    if find_spec("triton") is None:
         raise RuntimeError(
-            f"attention: q is on {q.device}, where the kernels are Triton's, and Triton is not "
+            f"attention: q is on {device}, where the kernels are Triton's, and Triton is not "
             'installed; pip install "triton>=3.6"'
         )
-    return mine
 
 
 def _reach(x: Tensor) -> int:
@@ -58,9 +60,13 @@ def _call(
     causal: bool,
     scale: float,
     softcap: float,
+    tiles: Tiles,
 ) -> Call:
+    _check_triton(q.device)
     seen = visible(intervals, q.shape[2], k.shape[2], causal, q.device)
-    return Call(_dense(q), _dense(k), _dense(v), seen, mask, bias, Score(scale, softcap))
+    return Call(
+        _dense(q), _dense(k), _dense(v), seen, mask, bias, Score(scale, softcap), dict(tiles)
+    )
 
 
 def attention(
@@ -73,11 +79,12 @@ def attention(
     causal: bool = False,
     scale: float = 1.0,
     softcap: float = 0.0,
+    tiles: Tiles = (),
 ) -> tuple[Tensor, Tensor]:
     """Output in q's dtype, laid out as [B, Q, H, E], and log-sum-exp in float32."""
     from mllm_compile.kernels.attention.gpu import launch
 
-    call = _call(q, k, v, intervals, mask, bias, causal, scale, softcap)
+    call = _call(q, k, v, intervals, mask, bias, causal, scale, softcap, tiles)
     out = empty_by_token(q, v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     launch.forward(call, out, lse)
@@ -98,11 +105,12 @@ def attention_backward(
     causal: bool = False,
     scale: float = 1.0,
     softcap: float = 0.0,
+    tiles: Tiles = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, in their dtypes, laid out as [B, S, H, D]."""
     from mllm_compile.kernels.attention.gpu import launch
 
-    call = _call(q, k, v, intervals, mask, bias, causal, scale, softcap)
+    call = _call(q, k, v, intervals, mask, bias, causal, scale, softcap, tiles)
     grad_q, grad_k, grad_v = (empty_by_token(x, x.shape[3]) for x in (q, k, v))
     grad_out, lse = _dense(grad_out), lse.contiguous()
     delta = launch.delta(call, _dense(out), grad_out, lse, grad_lse)

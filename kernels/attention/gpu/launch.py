@@ -78,7 +78,7 @@ class Launch:
         target = _target(self.call.q.device)
         bits = self.call.q.element_size() * 8
         size = max(self.call.q.shape[3], self.call.v.shape[3])
-        configs = table.configs(target, self.name, bits, size)
+        configs = self.call.tiles.get(self.name) or table.configs(target, self.name, bits, size)
         if not all(map(streams, self.streamed)):
             configs = tuple(config for config in configs if not config.descriptors)
         self.with_config(self._fastest(target, configs))

@@ -6,6 +6,7 @@ the larger. Where tensor descriptors (TMA) can be used, one configuration withou
 tensors whose rows do not start at multiples of 16 bytes.
 """
 
+import re
 from typing import NamedTuple
 
 INTERPRETER = "interpreter"
@@ -20,6 +21,20 @@ class Config(NamedTuple):
     warps: int = 4
     stages: int = 2
     descriptors: bool = False
+
+    def __str__(self) -> str:
+        """``128x64w8s3tma``: tile of queries and keys, warps, stages, descriptors."""
+        cut = f"{self.block_q}x{self.block_k}w{self.warps}s{self.stages}"
+        return cut + "tma" * self.descriptors
+
+    @staticmethod
+    def parse(text: str) -> "Config":
+        """The inverse of ``str``; ValueError for other text."""
+        found = re.fullmatch(r"(\d+)x(\d+)w(\d+)s(\d+)(tma)?", text)
+        if found is None:
+            raise ValueError(f"no kernel configuration: {text!r}")
+        block_q, block_k, warps, stages = map(int, found.groups()[:4])
+        return Config(block_q, block_k, warps, stages, found[5] is not None)
 
 
 DELTA = Config(64, 64)
