@@ -193,3 +193,32 @@ def own_keys_first(kind, length, split):
     assert error(grads[0][0] + grads[1][0], want_grads[0]) <= 2e-6
     for index in (1, 2):
         assert error(torch.cat([grads[1][index], grads[0][index]], 2), want_grads[index]) <= 2e-6
+
+
+def rounded_once(length, split, dtype):
+    """Parts in float32, joined and then rounded, are as near to float64 as all keys at once."""
+    q, k, v, grad_out, g = inputs(length, length, 4, 2, 32, 32, dtype, 1)
+    intervals = draw("multimodal", length, length, g)
+    options = (None, None, False, 0.3, 0.0)
+    want, _, want_grads = expected(
+        (q, k, v), (grad_out, torch.zeros(q.shape[:3])), dense(intervals, length), *options[1:]
+    )
+    single, _, single_grads = run((q, k, v), (grad_out, None), intervals, options)
+    parts = [
+        ((q, k[:, :, at], v[:, :, at]), intervals.clamp(at.start, at.stop) - at.start)
+        for at in (slice(0, split), slice(split, length))
+    ]
+    done = [entry.attention(*args, rows, *options, dtype=torch.float32) for args, rows in parts]
+    out, lse = reference.merged(done)
+    assert {out.dtype, *(x.dtype for x, _ in done)} == {torch.float32}
+    assert error(out.to(q.dtype), want) <= 1.01 * error(single, want)
+    grads = [
+        entry.attention_backward(
+            grad_out, None, *args, out.to(q.dtype), lse, rows, *options, dtype=torch.float32
+        )
+        for args, rows in parts
+    ]
+    assert {x.dtype for each in grads for x in each} == {torch.float32}
+    total = (grads[0][0] + grads[1][0], *(torch.cat(x, 2) for x in [*zip(*grads, strict=True)][1:]))
+    for got, one, want_one in zip(total, single_grads, want_grads, strict=True):
+        assert error(got.to(q.dtype), want_one) <= 1.01 * error(one, want_one)

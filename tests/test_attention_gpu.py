@@ -93,6 +93,11 @@ def test_own_keys_first_and_remote_keys_merged(interpreted):
     interpreted("own_keys_first", kind="alone", length=150, split=70)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_parts_in_low_precision_are_rounded_once(interpreted, dtype):
+    interpreted("rounded_once", length=150, split=70, dtype=dtype)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [57, 283, 335, 1000])
 @pytest.mark.parametrize("group", [1, 2, 4, 8])

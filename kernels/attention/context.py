@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from mllm_compile.compiler.split import Split
-from mllm_compile.kernels.attention import op, reference
+from mllm_compile.kernels.attention import partial, reference
 from mllm_compile.kernels.attention.by_token import by_token, empty_by_token
 from mllm_compile.kernels.attention.kernel import backward_of
 from mllm_compile.kernels.attention.key_exchange import KeyExchange, key_exchange, shared
@@ -25,6 +25,8 @@ from mllm_compile.kernels.attention.shared_runs import once, visible
 from mllm_compile.kernels.collective.members import Member, member
 
 Exchanges = tuple[KeyExchange, ...]
+Pair = tuple[Tensor, Tensor]
+"""Keys and values, or their gradients."""
 
 
 def _exchanges(
@@ -32,12 +34,18 @@ def _exchanges(
 ) -> Exchanges:
     """Those of every sample, or the one of all; made once per mask."""
     splits = Split.parse(queries), Split.parse(keys)
-    seen = visible(intervals, splits[0].length, splits[1].length, causal, q.device)
 
-    def make() -> Exchanges:
-        return tuple(key_exchange(each, *splits, me.place).on(q.device) for each in seen.cpu())
+    def made_of(seen: Tensor) -> Exchanges:
+        return tuple(key_exchange(each, *splits, me.place).on(q.device) for each in seen)
 
-    return once(seen, ("exchange", me.place, queries, keys), make)
+    shape = splits[0].length, splits[1].length, causal
+    key = "exchange", me.place, queries, keys, causal
+    if intervals is None:
+        whole = visible(None, *shape, torch.device("cpu"))
+        return once(whole, (*key, q.device), lambda: made_of(whole))
+    return once(
+        intervals, key, lambda: made_of(visible(intervals.cpu(), *shape, torch.device("cpu")))
+    )
 
 
 class _Fetch:
@@ -47,14 +55,16 @@ class _Fetch:
         self.me, self.size = me, k.shape[-1]
         self.groups = shared(exchanges, k.shape[0])
         self.k, self.v = k, v
-        both = torch.cat([k, v], -1)
-        parts = [self._packed(both, rank) for rank in range(me.size)]
+        parts = [self._packed(rank) for rank in range(me.size)]
         shapes = [[sum(map(prod, self._arriving(rank)))] for rank in range(me.size)]
         self._wait = me.communicator.start_all_to_all(parts, shapes)
 
-    def _packed(self, both: Tensor, rank: int) -> Tensor:
-        rows = [both[at].index_select(2, each.sends[rank]).flatten() for at, each in self.groups]
-        return torch.cat(rows)
+    def _packed(self, rank: int) -> Tensor:
+        rows = [
+            torch.cat([x[at].index_select(2, each.sends[rank]) for x in (self.k, self.v)], -1)
+            for at, each in self.groups
+        ]
+        return _flat(rows)
 
     def _shape(self, at: slice, keys: int) -> list[int]:
         batch, heads, _, size = self.k[at].shape
@@ -66,49 +76,58 @@ class _Fetch:
     def _leaving(self, rank: int) -> list[list[int]]:
         return [self._shape(at, len(each.sends[rank])) for at, each in self.groups]
 
-    def fetched(self) -> list[tuple[Tensor, Tensor]]:
+    def fetched(self) -> list[Pair]:
         """By group of samples: the keys and values that came, in the order of the sequence."""
         by_rank = [_cut(part, self._arriving(rank)) for rank, part in enumerate(self._wait())]
         found = []
         for place, (_, each) in enumerate(self.groups):
-            both = torch.cat([parts[place] for parts in by_rank], 2)
-            both = both.index_select(2, each.fetched_order)
+            both = _sorted(torch.cat([parts[place] for parts in by_rank], 2), each.fetched_order)
             found.append((both[..., : self.size], both[..., self.size :]))
         return found
 
-    def own(self) -> list[tuple[Tensor, Tensor]]:
+    def own(self) -> list[Pair]:
         """By group: the keys and values at hand, in the order of the sequence."""
         return [
-            (
-                self.k[at].index_select(2, each.own_order),
-                self.v[at].index_select(2, each.own_order),
-            )
+            (_sorted(self.k[at], each.own_order), _sorted(self.v[at], each.own_order))
             for at, each in self.groups
         ]
 
-    def returned(
-        self, own: Sequence[tuple[Tensor, Tensor]], fetched: Sequence[tuple[Tensor, Tensor]]
-    ) -> tuple[Tensor, Tensor]:
-        """Gradients of the own keys and values: of those at hand, and what other ranks made."""
+    def returned(self, own: Sequence[Pair], fetched: Sequence[Pair]) -> Pair:
+        """Gradients of the own keys and values: of those at hand, and what other ranks made.
+
+        Both are given in the accumulation dtype, in which they are summed; they travel in that of
+        the keys.
+        """
         back: list[list[Tensor]] = [[] for _ in range(self.me.size)]
         for (_, each), grads in zip(self.groups, fetched, strict=True):
-            unsorted = _as_before(torch.cat(grads, -1), each.fetched_order)
-            for rank, part in enumerate(torch.split(unsorted, list(each.counts), 2)):
-                back[rank].append(part.flatten())
+            made = _unsorted(torch.cat(grads, -1).to(self.k.dtype), each.fetched_order)
+            for rank, part in enumerate(torch.split(made, list(each.counts), 2)):
+                back[rank].append(part)
         leaving = [self._leaving(rank) for rank in range(self.me.size)]
         parts = self.me.communicator.all_to_all(
-            [torch.cat(each) for each in back], [[sum(map(prod, each))] for each in leaving]
+            list(map(_flat, back)), [[sum(map(prod, each))] for each in leaving]
         )
-        made = [
-            _as_before(torch.cat(grads, -1), each.own_order)
-            for (_, each), grads in zip(self.groups, own, strict=True)
+        totals = [
+            (_unsorted(grad_k, each.own_order), _unsorted(grad_v, each.own_order))
+            for (_, each), (grad_k, grad_v) in zip(self.groups, own, strict=True)
         ]
         for rank, part in enumerate(parts):
             pieces = _cut(part, leaving[rank])
-            for total, (_, each), piece in zip(made, self.groups, pieces, strict=True):
-                total.index_add_(2, each.sends[rank], piece)
-        every = torch.cat(made)
-        return every[..., : self.size].clone(), every[..., self.size :].clone()
+            for pair, (_, each), piece in zip(totals, self.groups, pieces, strict=True):
+                sizes = [self.size, piece.shape[-1] - self.size]
+                for total, more in zip(pair, piece.split(sizes, -1), strict=True):
+                    total.index_add_(2, each.sends[rank], more.to(total.dtype))
+        grads_k, grads_v = zip(*totals, strict=True)
+        return _joined(grads_k, 0), _joined(grads_v, 0)
+
+
+def _flat(parts: Sequence[Tensor]) -> Tensor:
+    """Their elements, one tensor behind the other."""
+    return _joined([part.reshape(-1) for part in parts], 0)
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 def _cut(part: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -117,9 +136,14 @@ def _cut(part: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     return [piece.view(tuple(shape)) for piece, shape in zip(flat, shapes, strict=True)]
 
 
-def _as_before(x: Tensor, order: Tensor) -> Tensor:
-    """What ``index_select(2, order)`` made ``x`` of."""
-    return torch.empty_like(x).index_copy_(2, order, x)
+def _sorted(x: Tensor, order: Tensor | None) -> Tensor:
+    """The keys of ``x`` in the order of the sequence; ``x`` itself where they stand so."""
+    return x if order is None else x.index_select(2, order)
+
+
+def _unsorted(x: Tensor, order: Tensor | None) -> Tensor:
+    """What ``_sorted`` made ``x`` of."""
+    return x if order is None else torch.empty_like(x).index_copy_(2, order, x)
 
 
 @torch.library.custom_op("mllm::context_attention", mutates_args=())
@@ -158,9 +182,8 @@ def context_attention(
     me = member(axis)
     fetch = _Fetch(k, v, _exchanges(intervals, causal, queries, keys, q, me), me)
 
-    def attend(own: tuple[Tensor, Tensor], at: slice, mask: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = op.attention(q[at], *own, mask, None, None, False, scale, softcap, kernel)
-        return out, lse
+    def attend(keyed: Pair, at: slice, mask: Tensor) -> Pair:
+        return partial.attention(q[at], *keyed, mask, scale, softcap, kernel)
 
     made = [
         attend(own, at, each.own) for own, (at, each) in zip(fetch.own(), fetch.groups, strict=True)
@@ -168,7 +191,7 @@ def context_attention(
     for place, (keyed, (at, each)) in enumerate(zip(fetch.fetched(), fetch.groups, strict=True)):
         if sum(each.counts):
             made[place] = reference.merged([made[place], attend(keyed, at, each.fetched)])
-    out = torch.cat([out for out, _ in made]).to(q.dtype)
+    out = _joined([out for out, _ in made], 0).to(q.dtype)
     return by_token(out), torch.cat([lse for _, lse in made]).contiguous()
 
 
@@ -200,26 +223,27 @@ def context_attention_backward(
     me = member(axis)
     fetch = _Fetch(k, v, _exchanges(intervals, causal, queries, keys, q, me), me)
 
-    def differentiate(keyed: tuple[Tensor, Tensor], at: slice, mask: Tensor) -> list[Tensor]:
+    def differentiate(keyed: Pair, at: slice, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         given = grad_out[at], None if grad_lse is None else grad_lse[at]
-        grads = op.attention_backward(
-            *given, q[at], *keyed, out[at], lse[at], mask, None, None, False, scale, softcap, kernel
+        return partial.attention_backward(
+            *given, q[at], *keyed, out[at], lse[at], mask, scale, softcap, kernel
         )
-        return list(grads)
 
     own = [
         differentiate(keyed, at, each.own)
         for keyed, (at, each) in zip(fetch.own(), fetch.groups, strict=True)
     ]
-    fetched = [
-        differentiate(keyed, at, each.fetched)
-        if sum(each.counts)
-        else [torch.zeros_like(q[at]), *keyed]
-        for keyed, (at, each) in zip(fetch.fetched(), fetch.groups, strict=True)
-    ]
-    grad_q = torch.cat([mine[0] + more[0] for mine, more in zip(own, fetched, strict=True)])
-    grad_k, grad_v = fetch.returned([(g[1], g[2]) for g in own], [(g[1], g[2]) for g in fetched])
-    return by_token(grad_q), by_token(grad_k), by_token(grad_v)
+    grads_q = [grad_q for grad_q, _, _ in own]
+    fetched = []
+    for place, (keyed, (at, each)) in enumerate(zip(fetch.fetched(), fetch.groups, strict=True)):
+        pair = keyed  # without keys, as their gradients are
+        if sum(each.counts):
+            more, *pair = differentiate(keyed, at, each.fetched)
+            grads_q[place] = grads_q[place] + more
+        fetched.append(pair)
+    grad_k, grad_v = fetch.returned([(g[1], g[2]) for g in own], fetched)
+    grads = (_joined(grads_q, 0).to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype))
+    return by_token(grads[0]), by_token(grads[1]), by_token(grads[2])
 
 
 @context_attention_backward.register_fake

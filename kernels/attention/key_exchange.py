@@ -19,24 +19,25 @@ class KeyExchange:
 
     ``sends``: for every rank the places, among the own keys, of those that it needs; none for
     itself. ``counts``: how many keys come from every rank. ``own_order`` and ``fetched_order`` sort
-    the own keys, and all that came, one rank behind the other, by their places in the sequence.
-    ``own`` and ``fetched``: int32 [1, queries, n, 2], what the own queries see of either.
+    the own keys, and all that came, one rank behind the other, by their places in the sequence;
+    None where they stand so. ``own`` and ``fetched``: int32 [1, queries, n, 2], what the own queries see of either.
     """
 
     sends: tuple[Tensor, ...]
     counts: tuple[int, ...]
-    own_order: Tensor
-    fetched_order: Tensor
+    own_order: Tensor | None
+    fetched_order: Tensor | None
     own: Tensor
     fetched: Tensor
 
     def on(self, device: torch.device) -> "KeyExchange":
         """The same with its tensors on a device."""
-        own_order, fetched_order, own, fetched = (
-            each.to(device) for each in (self.own_order, self.fetched_order, self.own, self.fetched)
-        )
         sends = tuple(each.to(device) for each in self.sends)
-        return KeyExchange(sends, self.counts, own_order, fetched_order, own, fetched)
+        orders = (
+            None if each is None else each.to(device) for each in (self.own_order, self.fetched_order)
+        )
+        seen = (each.to(device) for each in (self.own, self.fetched))
+        return KeyExchange(sends, self.counts, *orders, *seen)
 
 
 def key_exchange(intervals: Tensor, queries: Split, keys: Split, place: int) -> KeyExchange:
@@ -66,8 +67,8 @@ def key_exchange(intervals: Tensor, queries: Split, keys: Split, place: int) -> 
     return KeyExchange(
         tuple(sends),
         tuple(map(len, arriving)),
-        torch.argsort(mine),
-        torch.argsort(fetched),
+        _order(mine),
+        _order(fetched),
         _translated(own, mine.sort().values),
         _translated(own, fetched.sort().values),
     )
@@ -76,6 +77,13 @@ def key_exchange(intervals: Tensor, queries: Split, keys: Split, place: int) -> 
 def _positions(split: Split, rank: int) -> Tensor:
     ranges = [torch.arange(start, stop) for start, stop in split.parts[rank]]
     return torch.cat([torch.arange(0), *ranges])
+
+
+def _order(positions: Tensor) -> Tensor | None:
+    """What sorts them; None where they are in order."""
+    if bool((positions[1:] > positions[:-1]).all()):
+        return None
+    return torch.argsort(positions)
 
 
 def _among(positions: Tensor, bounds: Tensor, length: int) -> Tensor:

@@ -80,12 +80,13 @@ def attention(
     scale: float = 1.0,
     softcap: float = 0.0,
     tiles: Tiles = (),
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output in q's dtype, laid out as [B, Q, H, E], and log-sum-exp in float32."""
+    """Output in ``dtype`` (else q's), laid out as [B, Q, H, E], and log-sum-exp in float32."""
     from mllm_compile.kernels.attention.gpu import launch
 
     call = _call(q, k, v, intervals, mask, bias, causal, scale, softcap, tiles)
-    out = empty_by_token(q, v.shape[3])
+    out = empty_by_token(q, v.shape[3], dtype)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     launch.forward(call, out, lse)
     return out, lse
@@ -106,12 +107,13 @@ def attention_backward(
     scale: float = 1.0,
     softcap: float = 0.0,
     tiles: Tiles = (),
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, in their dtypes, laid out as [B, S, H, D]."""
+    """Gradients of q, k and v, in ``dtype`` (else theirs), laid out as [B, S, H, D]."""
     from mllm_compile.kernels.attention.gpu import launch
 
     call = _call(q, k, v, intervals, mask, bias, causal, scale, softcap, tiles)
-    grad_q, grad_k, grad_v = (empty_by_token(x, x.shape[3]) for x in (q, k, v))
+    grad_q, grad_k, grad_v = (empty_by_token(x, x.shape[3], dtype) for x in (q, k, v))
     grad_out, lse = _dense(grad_out), lse.contiguous()
     delta = launch.delta(call, _dense(out), grad_out, lse, grad_lse)
     launch.dq(call, grad_out, grad_q, lse, delta)
