@@ -1,9 +1,9 @@
 """A captured program: what one forward of the model is, as two FX graphs.
 
 The *prologue* graph computes, from the batch and the buffers alone, everything that the host had to
-know (guards), what Python helpers computed from integers (hoisted results) and the counts that a
-mean loss divides by (denominators). The *main* graph is the forward itself: functional, ATen only,
-its placeholders described by ``inputs``.
+know (guards), what Python helpers computed from integers and which keys masks let a query see
+(hoisted results), and the counts that a mean loss divides by (denominators). The *main* graph is
+the forward itself: functional, ATen only, its placeholders described by ``inputs``.
 
 Metadata of every ``call_function`` node of the main graph:
 

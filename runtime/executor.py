@@ -20,6 +20,7 @@ from mllm_compile.compiler.errors import RunError, explain
 from mllm_compile.compiler.mesh import Mesh
 from mllm_compile.compiler.program import Segment, StageProgram, Transfer
 from mllm_compile.kernels.collective.members import members
+from mllm_compile.kernels.host_copies import moved
 from mllm_compile.runtime.boxed import Boxed, boxed
 from mllm_compile.runtime.exchange import Exchange
 from mllm_compile.runtime.groups import members_of
@@ -227,7 +228,7 @@ class _Step:
         if prefix == "x" and name not in table:
             kind, _, key = rest.partition(":")
             value = self.prepared[action.microbatch][action.stage].values[kind, key]
-            table.store(name, value.to(self.transport.device, non_blocking=True))
+            table.store(name, moved(value, self.transport.device))
         return table.read(name)
 
     def keep(self, name: str, value: Value, microbatch: int, table: LiveValues) -> None:

@@ -37,11 +37,13 @@ def model():
 
 
 def masks_of(program):
-    """(interval masks, how many intervals they have, dense masks) of a program."""
-    nodes = program.main.graph.nodes
-    counts = {node.meta["val"].shape[2] for node in nodes if node.target is INTERVALS}
-    made = sum(node.target is INTERVALS for node in nodes)
-    return made, counts, sum(node.target is DENSE for node in nodes)
+    """(interval masks, how many intervals they have, dense masks) of a program.
+
+    The prologue makes intervals, the main graph dense masks.
+    """
+    made = program.prologue.graph.find_nodes(op="call_function", target=INTERVALS)
+    dense = program.main.graph.find_nodes(op="call_function", target=DENSE)
+    return len(made), {node.meta["val"].shape[2] for node in made}, len(dense)
 
 
 def test_padding_on_either_side_is_one_interval_and_one_program(model):

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from mllm_compile.kernels import host_copies
+from mllm_compile.runtime import executor
 from tests.contexts import (
     VOCABULARY,
     check,
@@ -143,6 +145,23 @@ def test_keys_of_padded_samples_are_exchanged(exchange):
     """Two samples with masks of their own."""
     samples = [text(13, 1), text(6, 2)]
     assert_passed(check("full", samples, padded("right"), 3, "zigzag", exchange))
+
+
+def test_which_keys_are_exchanged_is_known_without_a_look_at_the_device(monkeypatch):
+    """Of a mask the exchange uses the host's copy: that on the device holds anything here."""
+    seen = []
+
+    def moved(x, device):
+        there = x.clone()
+        if x.dtype is torch.int32 and x.dim() == 4:
+            seen.append(there.fill_(-1))
+        host_copies.keep(there, x)
+        return there
+
+    monkeypatch.setattr(executor, "moved", moved)
+    samples = [text(13, 1), text(6, 2)]
+    assert_passed(check("full", samples, padded("right"), 3, "zigzag", "needed"))
+    assert seen
 
 
 EXCHANGED = [("gemma3", "needed", 1), ("gemma3", "heads", 1), ("llava", "needed", 2)]

@@ -3,13 +3,12 @@
 Every rank fetches the keys that its queries see, and no others, in one all-to-all; while they
 travel it attends to its own, and then joins both by their log-sum-exp. The backward fetches them
 once more (nothing that was fetched is kept) and returns their gradients the same way, added in the
-order of ranks. Which keys these are follows from the intervals alone, on the host, once per mask.
+order of ranks. Which keys these are follows from the intervals alone, on the host, which knows them
+before a device does, once per mask. Parts are joined in the accumulation dtype and rounded once.
 
 Source: MagiAttention (arXiv 2505.13211) fetches what is needed, too.
 """
 
-from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -19,131 +18,31 @@ from torch.utils.flop_counter import register_flop_formula
 from mllm_compile.compiler.split import Split
 from mllm_compile.kernels.attention import partial, reference
 from mllm_compile.kernels.attention.by_token import by_token, empty_by_token
+from mllm_compile.kernels.attention.fetch import Fetch, Pair, joined
 from mllm_compile.kernels.attention.kernel import backward_of
-from mllm_compile.kernels.attention.key_exchange import KeyExchange, key_exchange, shared
+from mllm_compile.kernels.attention.key_exchange import KeyExchange, key_exchange
 from mllm_compile.kernels.attention.shared_runs import once, visible
 from mllm_compile.kernels.collective.members import Member, member
+from mllm_compile.kernels.host_copies import on_host
 
 Exchanges = tuple[KeyExchange, ...]
-Pair = tuple[Tensor, Tensor]
-"""Keys and values, or their gradients."""
 
 
 def _exchanges(
     intervals: Tensor | None, causal: bool, queries: str, keys: str, q: Tensor, me: Member
 ) -> Exchanges:
-    """Those of every sample, or the one of all; made once per mask."""
+    """Those of every sample, or the one of all; made once per mask, of the host's copy of it."""
     splits = Split.parse(queries), Split.parse(keys)
 
     def made_of(seen: Tensor) -> Exchanges:
         return tuple(key_exchange(each, *splits, me.place).on(q.device) for each in seen)
 
-    shape = splits[0].length, splits[1].length, causal
-    key = "exchange", me.place, queries, keys, causal
+    shape = splits[0].length, splits[1].length, causal, torch.device("cpu")
+    key = "exchange", me.place, queries, keys, causal, q.device
     if intervals is None:
-        whole = visible(None, *shape, torch.device("cpu"))
-        return once(whole, (*key, q.device), lambda: made_of(whole))
-    return once(
-        intervals, key, lambda: made_of(visible(intervals.cpu(), *shape, torch.device("cpu")))
-    )
-
-
-class _Fetch:
-    """The keys and values of other ranks on their way here, and their gradients on the way back."""
-
-    def __init__(self, k: Tensor, v: Tensor, exchanges: Exchanges, me: Member) -> None:
-        self.me, self.size = me, k.shape[-1]
-        self.groups = shared(exchanges, k.shape[0])
-        self.k, self.v = k, v
-        parts = [self._packed(rank) for rank in range(me.size)]
-        shapes = [[sum(map(prod, self._arriving(rank)))] for rank in range(me.size)]
-        self._wait = me.communicator.start_all_to_all(parts, shapes)
-
-    def _packed(self, rank: int) -> Tensor:
-        rows = [
-            torch.cat([x[at].index_select(2, each.sends[rank]) for x in (self.k, self.v)], -1)
-            for at, each in self.groups
-        ]
-        return _flat(rows)
-
-    def _shape(self, at: slice, keys: int) -> list[int]:
-        batch, heads, _, size = self.k[at].shape
-        return [batch, heads, keys, size + self.v.shape[-1]]
-
-    def _arriving(self, rank: int) -> list[list[int]]:
-        return [self._shape(at, each.counts[rank]) for at, each in self.groups]
-
-    def _leaving(self, rank: int) -> list[list[int]]:
-        return [self._shape(at, len(each.sends[rank])) for at, each in self.groups]
-
-    def fetched(self) -> list[Pair]:
-        """By group of samples: the keys and values that came, in the order of the sequence."""
-        by_rank = [_cut(part, self._arriving(rank)) for rank, part in enumerate(self._wait())]
-        found = []
-        for place, (_, each) in enumerate(self.groups):
-            both = _sorted(torch.cat([parts[place] for parts in by_rank], 2), each.fetched_order)
-            found.append((both[..., : self.size], both[..., self.size :]))
-        return found
-
-    def own(self) -> list[Pair]:
-        """By group: the keys and values at hand, in the order of the sequence."""
-        return [
-            (_sorted(self.k[at], each.own_order), _sorted(self.v[at], each.own_order))
-            for at, each in self.groups
-        ]
-
-    def returned(self, own: Sequence[Pair], fetched: Sequence[Pair]) -> Pair:
-        """Gradients of the own keys and values: of those at hand, and what other ranks made.
-
-        Both are given in the accumulation dtype, in which they are summed; they travel in that of
-        the keys.
-        """
-        back: list[list[Tensor]] = [[] for _ in range(self.me.size)]
-        for (_, each), grads in zip(self.groups, fetched, strict=True):
-            made = _unsorted(torch.cat(grads, -1).to(self.k.dtype), each.fetched_order)
-            for rank, part in enumerate(torch.split(made, list(each.counts), 2)):
-                back[rank].append(part)
-        leaving = [self._leaving(rank) for rank in range(self.me.size)]
-        parts = self.me.communicator.all_to_all(
-            list(map(_flat, back)), [[sum(map(prod, each))] for each in leaving]
-        )
-        totals = [
-            (_unsorted(grad_k, each.own_order), _unsorted(grad_v, each.own_order))
-            for (_, each), (grad_k, grad_v) in zip(self.groups, own, strict=True)
-        ]
-        for rank, part in enumerate(parts):
-            pieces = _cut(part, leaving[rank])
-            for pair, (_, each), piece in zip(totals, self.groups, pieces, strict=True):
-                sizes = [self.size, piece.shape[-1] - self.size]
-                for total, more in zip(pair, piece.split(sizes, -1), strict=True):
-                    total.index_add_(2, each.sends[rank], more.to(total.dtype))
-        grads_k, grads_v = zip(*totals, strict=True)
-        return _joined(grads_k, 0), _joined(grads_v, 0)
-
-
-def _flat(parts: Sequence[Tensor]) -> Tensor:
-    """Their elements, one tensor behind the other."""
-    return _joined([part.reshape(-1) for part in parts], 0)
-
-
-def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
-
-
-def _cut(part: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Tensors of these shapes that stand one behind the other in a flat one."""
-    flat = torch.split(part, list(map(prod, shapes)))
-    return [piece.view(tuple(shape)) for piece, shape in zip(flat, shapes, strict=True)]
-
-
-def _sorted(x: Tensor, order: Tensor | None) -> Tensor:
-    """The keys of ``x`` in the order of the sequence; ``x`` itself where they stand so."""
-    return x if order is None else x.index_select(2, order)
-
-
-def _unsorted(x: Tensor, order: Tensor | None) -> Tensor:
-    """What ``_sorted`` made ``x`` of."""
-    return x if order is None else torch.empty_like(x).index_copy_(2, order, x)
+        whole = visible(None, *shape)
+        return once(whole, key, lambda: made_of(whole))
+    return once(intervals, key, lambda: made_of(visible(on_host(intervals), *shape)))
 
 
 @torch.library.custom_op("mllm::context_attention", mutates_args=())
@@ -180,7 +79,7 @@ def context_attention(
 
     """
     me = member(axis)
-    fetch = _Fetch(k, v, _exchanges(intervals, causal, queries, keys, q, me), me)
+    fetch = Fetch(k, v, _exchanges(intervals, causal, queries, keys, q, me), me)
 
     def attend(keyed: Pair, at: slice, mask: Tensor) -> Pair:
         return partial.attention(q[at], *keyed, mask, scale, softcap, kernel)
@@ -191,7 +90,7 @@ def context_attention(
     for place, (keyed, (at, each)) in enumerate(zip(fetch.fetched(), fetch.groups, strict=True)):
         if sum(each.counts):
             made[place] = reference.merged([made[place], attend(keyed, at, each.fetched)])
-    out = _joined([out for out, _ in made], 0).to(q.dtype)
+    out = joined([out for out, _ in made]).to(q.dtype)
     return by_token(out), torch.cat([lse for _, lse in made]).contiguous()
 
 
@@ -221,7 +120,7 @@ def context_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's q, k and v, each in the shape of its input."""
     me = member(axis)
-    fetch = _Fetch(k, v, _exchanges(intervals, causal, queries, keys, q, me), me)
+    fetch = Fetch(k, v, _exchanges(intervals, causal, queries, keys, q, me), me)
 
     def differentiate(keyed: Pair, at: slice, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         given = grad_out[at], None if grad_lse is None else grad_lse[at]
@@ -233,17 +132,13 @@ def context_attention_backward(
         differentiate(keyed, at, each.own)
         for keyed, (at, each) in zip(fetch.own(), fetch.groups, strict=True)
     ]
-    grads_q = [grad_q for grad_q, _, _ in own]
-    fetched = []
-    for place, (keyed, (at, each)) in enumerate(zip(fetch.fetched(), fetch.groups, strict=True)):
-        pair = keyed  # without keys, as their gradients are
-        if sum(each.counts):
-            more, *pair = differentiate(keyed, at, each.fetched)
-            grads_q[place] = grads_q[place] + more
-        fetched.append(pair)
-    grad_k, grad_v = fetch.returned([(g[1], g[2]) for g in own], fetched)
-    grads = (_joined(grads_q, 0).to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype))
-    return by_token(grads[0]), by_token(grads[1]), by_token(grads[2])
+    others = [
+        differentiate(keyed, at, each.fetched)
+        for keyed, (at, each) in zip(fetch.fetched(), fetch.groups, strict=True)
+    ]
+    grad_q = joined([mine[0] + more[0] for mine, more in zip(own, others, strict=True)])
+    grad_k, grad_v = fetch.returned([each[1:] for each in own], [each[1:] for each in others])
+    return by_token(grad_q.to(q.dtype)), by_token(grad_k.to(k.dtype)), by_token(grad_v.to(v.dtype))
 
 
 @context_attention_backward.register_fake

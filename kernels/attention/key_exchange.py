@@ -20,7 +20,8 @@ class KeyExchange:
     ``sends``: for every rank the places, among the own keys, of those that it needs; none for
     itself. ``counts``: how many keys come from every rank. ``own_order`` and ``fetched_order`` sort
     the own keys, and all that came, one rank behind the other, by their places in the sequence;
-    None where they stand so. ``own`` and ``fetched``: int32 [1, queries, n, 2], what the own queries see of either.
+    None where they stand so. ``own`` and ``fetched``: int32 [1, queries, n, 2], what the own
+    queries see of either.
     """
 
     sends: tuple[Tensor, ...]
@@ -32,12 +33,18 @@ class KeyExchange:
 
     def on(self, device: torch.device) -> "KeyExchange":
         """The same with its tensors on a device."""
-        sends = tuple(each.to(device) for each in self.sends)
-        orders = (
-            None if each is None else each.to(device) for each in (self.own_order, self.fetched_order)
+
+        def moved(order: Tensor | None) -> Tensor | None:
+            return None if order is None else order.to(device, non_blocking=True)
+
+        return KeyExchange(
+            tuple(each.to(device, non_blocking=True) for each in self.sends),
+            self.counts,
+            moved(self.own_order),
+            moved(self.fetched_order),
+            self.own.to(device, non_blocking=True),
+            self.fetched.to(device, non_blocking=True),
         )
-        seen = (each.to(device) for each in (self.own, self.fetched))
-        return KeyExchange(sends, self.counts, *orders, *seen)
 
 
 def key_exchange(intervals: Tensor, queries: Split, keys: Split, place: int) -> KeyExchange:

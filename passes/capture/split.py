@@ -1,12 +1,12 @@
 """The functional graph cut in two: the prologue, of inputs alone, and the main graph.
 
-The prologue computes guards, hoisted results and denominators; what main needs of these becomes an
-input of main. Both graphs keep only what their results depend on.
+The prologue computes guards, hoisted results, the intervals of masks and denominators; what main
+needs of these becomes an input of main. Both graphs keep only what their results depend on.
 """
 
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,9 +42,14 @@ def split(
     """Main returns ``outputs``; the prologue returns guards, then all that it hands to main."""
     whole, placeholders = found.graph, found.placeholders
     live = ancestors(outputs, stop=denominators)
-    hoisted = [node for node in whole.graph.nodes if node in live and _is_hoisted_result(node)]
-    results = {node: f"hoisted_{i}" for i, node in enumerate(hoisted)}
-    results |= {node: f"denominator_{i}" for i, node in enumerate(denominators)}
+    intervals = [node for node in live if _are_intervals(node, placeholders)]
+    live = ancestors(outputs, stop=[*denominators, *intervals])
+    hoisted = [node for node in live if _is_hoisted_result(node)]
+    results = {
+        **_named("hoisted", hoisted, whole.graph),
+        **_named("intervals", intervals, whole.graph),
+        **{node: Input("denominator", f"denominator_{i}") for i, node in enumerate(denominators)},
+    }
     early = [*guards, *results]
     prologue, prologue_inputs, copies = _subgraph(found, early, {}, always=())
     assert not any(item.kind == "parameter" for item in prologue_inputs)
@@ -63,8 +68,14 @@ def split(
             )
             for guard in guards
         ),
-        tuple(results.values()),
+        tuple(item.name for item in results.values()),
     )
+
+
+def _named(name: str, nodes: Collection[fx.Node], graph: fx.Graph) -> dict[fx.Node, Input]:
+    """Hoisted inputs of main in the place of nodes, numbered in the order of the graph."""
+    ordered = (node for node in graph.nodes if node in nodes)
+    return {node: Input("hoisted", f"{name}_{i}") for i, node in enumerate(ordered)}
 
 
 def ancestors(targets: Iterable[fx.Node], stop: Iterable[fx.Node] = ()) -> dict[fx.Node, None]:
@@ -85,10 +96,17 @@ def _is_hoisted_result(node: fx.Node) -> bool:
     return isinstance(source, fx.Node) and source.target is torch.ops.mllm.hoisted.default
 
 
+def _are_intervals(node: fx.Node, placeholders: Mapping[fx.Node, Input]) -> bool:
+    """Whether they follow from inputs alone; then the host knows them before a device does."""
+    return node.target is torch.ops.mllm.mask_intervals.default and all(
+        placeholders[each].kind != "parameter" for each in ancestors([node]) if each in placeholders
+    )
+
+
 def _subgraph(
     found: Functional,
     targets: Sequence[fx.Node],
-    given: dict[fx.Node, str],
+    given: Mapping[fx.Node, Input],
     always: tuple[str, ...],
 ) -> tuple[fx.GraphModule, tuple[Input, ...], dict[fx.Node, fx.Node]]:
     """Copy what ``targets`` need; nodes of ``given`` become placeholders behind the others."""
@@ -98,10 +116,8 @@ def _subgraph(
         if node in needed or item.kind in always:
             copies[node] = _placeholder(graph, item, node)
             inputs.append(item)
-    for node, name in given.items():
+    for node, item in given.items():
         if node in needed:
-            kind = "hoisted" if name.startswith("hoisted") else "denominator"
-            item = Input(kind, name)  # type: ignore[arg-type]
             copies[node] = _placeholder(graph, item, node)
             inputs.append(item)
     for node in found.graph.graph.nodes:
