@@ -14,7 +14,13 @@ from mllm_compile.compiler.mesh import Mesh, MeshAxis
 from mllm_compile.compiler.plan import Plan
 from mllm_compile.compiler.sharding import Strategy
 from mllm_compile.passes.invariants import require_none
-from mllm_compile.passes.sharding.exchange import EXCHANGE, exchanging
+from mllm_compile.passes.sharding.exchange import (
+    ATTENTION,
+    EXCHANGE,
+    GROUPS,
+    blocks_joined,
+    exchanging,
+)
 from mllm_compile.passes.sharding.factors import Dims, Factors
 from mllm_compile.passes.sharding.refine import refined
 from mllm_compile.passes.sharding.strategies import Gradients
@@ -193,6 +199,8 @@ def _derived(
     if strategy.special == EXCHANGE:
         return strategy == exchanging(node, factors, axis, flows)
     if factors is not None and strategy.name in factors.sizes:
+        if node.target is ATTENTION and (axis.name, strategy.name) == ("context", GROUPS):
+            strategy = blocks_joined(strategy)  # heads of the blocks that a tensor axis leaves
         return _divides(axis, strategy, factors, flows)
     whole = all(layout in (R, V) for layout in (*inputs, *outputs))
     uniform = all(

@@ -91,7 +91,7 @@ class Plain(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
-def sharded(program, split="contiguous", given=None, exchange="gather", **sizes):
+def sharded(program, split="contiguous", given=None, exchange="auto", **sizes):
     """The plan of a program that is one module, with these sizes of axes."""
     parallel = Parallel(**sizes)
     ranks = tuple(range(parallel.size))

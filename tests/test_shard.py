@@ -52,7 +52,7 @@ def test_large_layers_take_two_gathers_and_two_reduce_scatters(tied):
 @pytest.mark.parametrize("split", ["contiguous", "zigzag"])
 def test_context_gathers_keys_and_values_alone(split):
     for layers in (2, 8):
-        plan = sharded(decoder(layers), split, context=2)
+        plan = sharded(decoder(layers), split, exchange="gather", context=2)
         forward, backward = collectives(plan, "context")
         assert forward == {"all-gather": 2 * layers, "all-reduce": 1}  # the loss, a scalar
         assert backward == {"reduce-scatter": 2 * layers}
@@ -84,6 +84,18 @@ def test_attention_by_heads_takes_four_all_to_alls_in_each_direction():
         {"all-to-all": 2 * 4},
     )
     assert flops_per_rank(plan) == pytest.approx(1 / 2)
+
+
+def test_heads_of_a_tensor_rank_are_divided_among_context_ranks():
+    """Tensor takes blocks of heads, context a part of each: nobody gathers heads for the other."""
+    plan = sharded(decoder(2), exchange="heads", context=2, tensor=2)
+    assert attention_of(plan) == {("g", "")}
+    assert collectives(plan, "context") == (
+        {"all-to-all": 2 * 4, "all-reduce": 1},
+        {"all-to-all": 2 * 4},
+    )
+    assert collectives(plan, "tensor") == collectives(sharded(decoder(2), tensor=2), "tensor")
+    assert flops_per_rank(plan) == pytest.approx(1 / 4)
 
 
 @pytest.mark.parametrize(("kv", "ranks", "chosen"), [(32, 8, "g"), (8, 2, "s"), (4, 8, "s")])

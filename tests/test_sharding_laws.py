@@ -16,7 +16,7 @@ from tests.sharded import decoder, sharded
 @pytest.fixture(scope="module")
 def plan():
     """Two stages, each on context 2 and tensor 2."""
-    return sharded(decoder(2, tied=True), context=2, tensor=2, pipeline=2)
+    return sharded(decoder(2, tied=True), exchange="gather", context=2, tensor=2, pipeline=2)
 
 
 @pytest.mark.parametrize("law", laws.SHARD, ids=lambda law: law.__name__)

@@ -45,6 +45,11 @@ class Setting:
     earlier: tuple[tuple[MeshAxis, Mapping[str, Strategy]], ...] = ()
     fixed: Mapping[str, Layout | None] = field(default_factory=dict)
 
+    @property
+    def blocks(self) -> int:
+        """Into how many equal parts the tensor axis may divide heads."""
+        return next((axis.size for axis in self.axes if axis.name == "tensor"), 1)
+
     def decided(self, point: str) -> price.Decided:
         """The strategies of a point on the axes decided before."""
         return tuple((axis, taken[point]) for axis, taken in self.earlier)
@@ -110,7 +115,7 @@ class Choices:
             for each in found
             if each.name not in plain or setting.classes.allowed(setting.axis.name, node, each.name)
         )
-        other = other_ways(node, factors, setting.axis, found, gradients, len(setting.axes) == 1)
+        other = other_ways(node, factors, setting.axis, found, gradients, setting.blocks)
         if other and setting.axis.exchange != "auto":
             return other
         divided = (*other, *(each for each in kept if each.name in plain))

@@ -3,16 +3,19 @@
 *gather*: every rank has all keys and its own queries. *needed*: it fetches the keys that its
 queries see (kernels/attention/context.py), which takes queries and keys divided alike, and no dense
 mask. *heads*: it has all queries and keys of some heads, by all-to-alls before and after, where the
-axis divides the key heads. *auto*: whatever costs least.
+axis divides the key heads, or those that a tensor axis leaves to a rank. *auto*: whatever costs
+least.
 
 Sources: all-gather as in Llama 3 (arXiv 2407.21783), heads as in DeepSpeed Ulysses
 (arXiv 2309.14509).
 """
 
+from dataclasses import replace
+
 import torch
 from torch import fx
 
-from mllm_compile.compiler.layout import R, S
+from mllm_compile.compiler.layout import Layout, R, S
 from mllm_compile.compiler.mesh import MeshAxis
 from mllm_compile.compiler.sharding import Strategy
 from mllm_compile.passes.sharding.call import Call
@@ -57,23 +60,53 @@ def other_ways(
     axis: MeshAxis,
     found: tuple[Strategy, ...],
     gradients: Gradients,
-    alone: bool,
+    blocks: int,
 ) -> tuple[Strategy, ...]:
     """What the request names besides gathering, for attention along the context axis.
 
-    ``found`` are the strategies of its rule. Where the axis is not ``alone``, another one may
-    divide heads: then *auto* leaves them to it.
+    ``found`` are the strategies of its rule. ``blocks``: into so many equal parts, each of them
+    divided here, a tensor axis may divide heads.
     """
     if node.target is not ATTENTION or axis.name != "context":
         return ()
     needed = exchanging(node, factors, axis, gradients)
-    heads = tuple(each for each in found if each.name == GROUPS and _even(each, axis))
-    asked = {"needed": (needed, ()), "heads": (None, heads), "auto": (needed, heads * alone)}
-    first, rest = asked.get(axis.exchange, (None, ()))
-    return (*([first] if first else []), *rest)
+    heads = [
+        within_blocks(each, blocks)
+        for each in found
+        if each.name == GROUPS and each.inputs[0].size % (blocks * axis.size) == 0
+    ]
+    first = [needed] if needed is not None and axis.exchange in ("needed", "auto") else []
+    return (*first, *(heads if axis.exchange in ("heads", "auto") else ()))
 
 
-def gathers(node: fx.Node, axis: MeshAxis, strategy: Strategy, factors: Factors | None) -> str:
+def within_blocks(strategy: Strategy, blocks: int) -> Strategy:
+    """The strategy in which every one of ``blocks`` equal parts of its factor is divided."""
+
+    def inside(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
+        return tuple(
+            S(each.dim, each.outer * blocks, each.size // blocks) if each.divided else each
+            for each in layouts
+        )
+
+    return replace(strategy, inputs=inside(strategy.inputs), outputs=inside(strategy.outputs))
+
+
+def blocks_joined(strategy: Strategy) -> Strategy:
+    """The inverse, for heads: what ``within_blocks`` made the strategy of."""
+    blocks = strategy.inputs[0].outer
+
+    def joined(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
+        return tuple(
+            S(each.dim, each.outer // blocks, each.size * blocks) if each.divided else each
+            for each in layouts
+        )
+
+    return replace(strategy, inputs=joined(strategy.inputs), outputs=joined(strategy.outputs))
+
+
+def gathers(
+    node: fx.Node, axis: MeshAxis, strategy: Strategy, factors: Factors | None, blocks: int
+) -> str:
     """Why attention gathers its keys although the request asks for another way; "" elsewhere."""
     asked = axis.exchange in ("needed", "heads") and axis.name == "context"
     if node.target is not ATTENTION or not asked or strategy.special or strategy.name == GROUPS:
@@ -81,8 +114,5 @@ def gathers(node: fx.Node, axis: MeshAxis, strategy: Strategy, factors: Factors 
     if axis.exchange == "needed":
         return "it has a dense mask or a bias"
     heads = factors.sizes.get(GROUPS, 1) if factors is not None else 1
-    return f"{axis.size} ranks do not divide {heads} key heads"
-
-
-def _even(strategy: Strategy, axis: MeshAxis) -> bool:
-    return strategy.inputs[0].size % axis.size == 0
+    ranks = f"{axis.size} ranks" + (f" times tensor {blocks}" if blocks > 1 else "")
+    return f"{ranks} do not divide {heads} key heads"

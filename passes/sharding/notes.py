@@ -40,7 +40,7 @@ def _gathering(setting: Setting, sharding: Sharding) -> Iterator[str]:
         factors = setting.classes.refinement.factors.get(point.node)
         pairs = zip(sharding.axes, sharding.strategies[point.name], strict=True)
         for axis, strategy in pairs:
-            if why := gathers(point.node, axis, strategy, factors):
+            if why := gathers(point.node, axis, strategy, factors, setting.blocks):
                 found[pattern(point.node.meta.get("owner", "")) or "(model)", why] += 1
     for (owner, why), count in found.items():
         yield f"context: {count} attention of {owner} gathers all keys: {why}"
