@@ -30,7 +30,7 @@ class MeshAxis:
     name: str
     size: int
     policy: str = "contiguous"
-    exchange: str = "gather"
+    exchange: str = "auto"
 
     def split(self, length: int) -> Split:
         """How a factor of ``length`` elements is divided among the ranks of this axis."""
@@ -48,7 +48,7 @@ class Mesh:
     ranks: tuple[int, ...]
     sizes: tuple[int, ...]
     policy: str = "contiguous"
-    exchange: str = "gather"
+    exchange: str = "auto"
 
     def __post_init__(self) -> None:
         if len(self.sizes) != len(AXES) or prod(self.sizes) != len(self.ranks):

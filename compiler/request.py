@@ -61,7 +61,7 @@ class ModuleSpec:
     parallel: Parallel = field(default_factory=Parallel)
     trainable: bool | None = None
     context_split: str = "contiguous"
-    kv_exchange: str = "gather"
+    kv_exchange: str = "auto"
 
     def __post_init__(self) -> None:
         if not self.paths:

@@ -95,7 +95,7 @@ def padded(side: str) -> Callable[[list[Sample]], dict[str, object]]:
 
 
 def request(
-    context: int, split: str = "contiguous", size: int = 1, exchange: str = "gather"
+    context: int, split: str = "contiguous", size: int = 1, exchange: str = "auto"
 ) -> Request:
     parallel = Parallel(context=context)
     module = ModuleSpec(("",), tuple(range(context)), parallel, None, split, exchange)
@@ -108,7 +108,7 @@ def check(
     made,
     context: int,
     split: str = "contiguous",
-    exchange: str = "gather",
+    exchange: str = "auto",
 ) -> Verification:
     """Verify one microbatch of all samples."""
     workload = Workload(decoder(name), samples, made)
@@ -121,7 +121,7 @@ def multimodal(
     context: int,
     split: str,
     encoders: int = 1,
-    exchange: str = "gather",
+    exchange: str = "auto",
     tensor: int = 1,
 ) -> Verification:
     """A family's last module on ``context`` ranks, its encoders on the first ``encoders`` ones."""

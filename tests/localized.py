@@ -26,12 +26,13 @@ from mllm_compile.passes.sharding.values import operands
 from tests.thread_ranks import run_ranks
 
 
-def planned(model, batch, split="contiguous", **sizes):
+def planned(model, batch, split="contiguous", exchange="auto", **sizes):
     """(plan of one module in one stage, the values of the batch) for these sizes of axes."""
     prepared = Programs(model).get(batch)
     parallel = Parallel(**{name: size for name, size in sizes.items() if name != "pipeline"})
     parallel = replace(parallel, pipeline=sizes.get("pipeline", 1))
-    spec = ModuleSpec(("",), tuple(range(parallel.size)), parallel, context_split=split)
+    ranks = tuple(range(parallel.size))
+    spec = ModuleSpec(("",), ranks, parallel, context_split=split, kv_exchange=exchange)
     plan = make_plan(Request((spec,)), prepared.program, stop_after="partition")
     return plan, prepared.values
 

@@ -118,7 +118,8 @@ def _set(*sets: str) -> list[str]:
 
 
 def test_plan_shows_the_layouts_and_inspect_reads_them_from_the_file(capsys) -> None:
-    assert main(["plan", "shared.toml", "-o", "plan.json"]) == 0
+    gather = _set("module.1.kv_exchange=gather")
+    assert main(["plan", "shared.toml", "-o", "plan.json", *gather]) == 0
     shown = capsys.readouterr().out
     for word in ("Layouts", "tensor", "context", "FLOPs per rank"):
         assert word in shown
@@ -143,7 +144,8 @@ def test_attention_that_fetches_its_keys_is_shown_and_agrees(capsys, monkeypatch
 
 def test_inspect_shows_what_a_rank_exchanges_and_with_whom(capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    assert main(["inspect", "shared.toml", "--rank", "1"]) == 0
+    gather = _set("module.1.kv_exchange=gather")
+    assert main(["inspect", "shared.toml", "--rank", "1", *gather]) == 0
     shown = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("│")] for line in shown.splitlines()]
     found = {(row[4], row[5], row[6]) for row in rows if len(row) == 9}

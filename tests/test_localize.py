@@ -272,10 +272,11 @@ def test_new_nodes_say_where_they_come_from():
     assert str(again.graph.graph) == str(local.graph.graph)
 
 
-def test_the_conversions_are_those_of_the_plan():
+@pytest.mark.parametrize("exchange", ["gather", "needed"])
+def test_the_conversions_are_those_of_the_plan(exchange):
     """What the shard pass counted is what stands in the graph, and the graph is right."""
     model, batch = double(Decoder(2)), text(8)
-    plan, values = planned(model, batch, context=2, tensor=2)
+    plan, values = planned(model, batch, exchange=exchange, context=2, tensor=2)
     plan = make_plan(plan.request, plan.captured)
     programs, _ = assert_exact(model, batch, plan, values)
     expected = Counter(
@@ -283,7 +284,8 @@ def test_the_conversions_are_those_of_the_plan():
         for item in conversions(plan, 0)
         if {item.have.kind, item.want.kind} != {"R", "V"}
     )
-    expected["context", "R", "S"] += 1  # the query positions of the causal intervals
+    if exchange == "gather":  # the query positions of the causal intervals
+        expected["context", "R", "S"] += 1
     assert counts(programs[0, (0, 0)]) == expected
 
 
