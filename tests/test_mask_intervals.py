@@ -9,7 +9,7 @@ from transformers import masking_utils as hf
 
 from benchmarks.masks import draw as draw_layout
 from benchmarks.masks import masks as masks_of
-from mllm_compile.kernels.attention import columns
+from mllm_compile.kernels.attention import columns, per_query, pieces, values
 from mllm_compile.kernels.attention import mask as predicates
 from mllm_compile.kernels.attention.intervals import (
     intervals_needed,
@@ -61,8 +61,16 @@ def runs_in(dense):
     return int(opened.sum(-1).max())
 
 
-def test_random_masks_are_their_intervals():
-    """A thousand masks that have intervals, and none that has some is refused for having more."""
+@pytest.mark.parametrize("device", ["cpu", "any other"])
+def test_random_masks_are_their_intervals(monkeypatch, device):
+    """A thousand masks that have intervals, and none that has some is refused for having more.
+
+    On a CPU with sections wherever there are ids, and several blocks of queries; or as elsewhere.
+    """
+    monkeypatch.setattr(values, "LENGTH", 1 if device == "cpu" else 10**9)
+    monkeypatch.setattr(per_query, "BLOCK", 29 if device == "cpu" else 1 << 16)
+    if device != "cpu":
+        monkeypatch.setattr(pieces, "cut_at", columns._scanned)
     rng, found = drawn_predicates.generator(0), Counter()
     length, batch = drawn_predicates.LENGTH, drawn_predicates.BATCH
     while found[1] + found[2] < 1000:
@@ -307,13 +315,26 @@ def test_a_million_tokens_take_eight_mebibytes():
 @pytest.mark.parametrize("kinds", [1, 2, 9])
 def test_runs_without_host_reads_are_those_with(length, kinds):
     g = torch.Generator().manual_seed(length + kinds)
-    values = torch.randint(0, kinds, (3, length), generator=g)
-    change = values[:, 1:] != values[:, :-1]
-    for one, other in zip(
-        columns._scanned_runs(change), columns._counted_runs(change), strict=True
-    ):
-        assert torch.equal(one, other)
-        assert one.dtype == other.dtype == torch.int32
+    changes = columns.changes_of(torch.randint(0, kinds, (3, length), generator=g))
+    listed, scanned = columns.cut_at(changes), columns._scanned(changes)
+    places = torch.arange(-2, length + 2, dtype=torch.int32).expand(3, -1)
+    for one, other in ((listed, scanned), (scanned, listed)):
+        for read in (columns.Runs.at, columns.Runs.search):
+            for edges in ("starts", "ends"):
+                found, want = (
+                    columns.gathered(getattr(runs, edges), number)
+                    for runs, number in ((one, read(one, places)), (other, other.at(places)))
+                )
+                assert torch.equal(found, want)
+                assert found.dtype == torch.int32
+    for runs in (listed, scanned):
+        assert torch.equal(runs.over(slice(0, length)), runs.at(places)[:, 2:-2])
+
+
+def test_places_of_flags():
+    for length in range(40):
+        flags = torch.rand(length, generator=torch.Generator().manual_seed(length)) < 0.3
+        assert torch.equal(columns._places(flags), flags.nonzero().squeeze(1).int())
 
 
 def test_operators_pass_opcheck():

@@ -1,74 +1,138 @@
-"""Columns of values, one per key: [B|1, keys] where rows differ or are all the same."""
+"""Runs of equal values along rows: [B|1, length] where rows differ or are all the same."""
+
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-Piece = tuple[Tensor, Tensor]
+
+@dataclass(frozen=True)
+class Runs:
+    """Run i of a row is [edges[i], edges[i + 1]); runs behind the last, in shorter rows, are empty.
+
+    ``edges`` is int32 [rows, runs + 1], from 0 to ``length``; ``known`` are ``numbers``, or None.
+    """
+
+    edges: Tensor
+    length: int
+    known: Tensor | None = None
+
+    @property
+    def starts(self) -> Tensor:
+        """[rows, runs]."""
+        return self.edges[:, :-1]
+
+    @property
+    def ends(self) -> Tensor:
+        """[rows, runs]."""
+        return self.edges[:, 1:]
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """Which run every place lies in, int32 [rows, length]."""
+        return self.over(slice(0, self.length)) if self.known is None else self.known
+
+    def over(self, places: slice) -> Tensor:
+        """Which run consecutive places lie in, int32 [rows, places]."""
+        if self.known is not None:
+            return self.known[:, places]
+        lengths = self.edges.clamp(places.start, places.stop).diff()
+        size = places.stop - places.start
+        rows = [torch.repeat_interleave(row, output_size=size) for row in lengths]
+        return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
+
+    def at(self, places: Tensor) -> Tensor:
+        """Which run ``places`` [B|1, n] lie in; those outside are moved to the next inside."""
+        return gathered(self.numbers, places.clamp(0, self.length - 1))
+
+    def search(self, places: Tensor) -> Tensor:
+        """The same, without ``numbers``: for few places."""
+        places = places.clamp(0, self.length - 1)
+        rows = max(len(places), len(self.edges))
+        ends, places = self.ends.expand(rows, -1), places.expand(rows, -1)
+        return torch.searchsorted(
+            ends.contiguous(), places.contiguous(), right=True, out_int32=True
+        )
+
+    def first_of(self, values: Tensor, by: int = 0) -> Tensor:
+        """Values [B|1, length] at the start of every run, or ``by`` places on, [rows, runs]."""
+        return gathered(values, (self.starts + by).clamp_max(self.length - 1))
 
 
-def runs(values: Tensor) -> Piece:
-    """The run [first, last) of equal values around every key, int32 [rows, keys] for the same."""
-    change = values[:, 1:] != values[:, :-1]
-    scan = _counted_runs if values.device.type == "cpu" else _scanned_runs
-    return scan(change)
+def changes_of(values: Tensor) -> Tensor:
+    """Whether another value begins at a place, bool [rows, length]; not at the first."""
+    changes = torch.zeros(values.shape, dtype=torch.bool, device=values.device)
+    torch.ne(values[:, 1:], values[:, :-1], out=changes[:, 1:])
+    return changes
 
 
-def _counted_runs(change: Tensor) -> Piece:
-    """Runs by listing their ends, which takes a host read."""
-    keys = change.shape[1] + 1
-    rows = [_counted_row(row, keys) for row in change]
-    if len(rows) == 1:
-        return rows[0][0].unsqueeze(0), rows[0][1].unsqueeze(0)
-    first, last = zip(*rows, strict=True)
-    return torch.stack(first), torch.stack(last)
+def descents_of(values: Tensor) -> Tensor:
+    """Whether a smaller value begins at a place, likewise."""
+    return torch.nn.functional.pad(values[:, 1:] < values[:, :-1], (1, 0))
 
 
-def _counted_row(change: Tensor, keys: int) -> Piece:
-    inner = change.nonzero().squeeze(1).int()
-    edges = torch.nn.functional.pad(inner.add_(1), (1, 1))
-    edges[-1] = keys
-    which = torch.repeat_interleave(edges.diff(), output_size=keys)
-    return edges[:-1].index_select(0, which), edges[1:].index_select(0, which)
+def outer_changes(changes: Tensor) -> Tensor:
+    """Those that do not stand between two changes, so that there are few of them.
+
+    Between two that follow each other lies one run of equal values, or no two neighbours are equal.
+    """
+    return changes & ~torch.nn.functional.pad(changes[:, 2:] & changes[:, :-2], (1, 1))
 
 
-def _scanned_runs(change: Tensor) -> Piece:
-    """Runs by scans of static shapes."""
-    keys = change.shape[1] + 1
-    places = torch.arange(1, keys, dtype=torch.int32, device=change.device)
-    first, last = torch.where(change, places, 0), torch.where(change, places, keys)
-    first = torch.nn.functional.pad(first, (1, 0)).cummax(1).values
-    return first, with_end(last, keys).flip(1).cummin(1).values.flip(1)
+def cut_at(flags: Tensor) -> Runs:
+    """Runs that start at 0 and where flags [rows, length] are set."""
+    if flags.device.type != "cpu":
+        return _scanned(flags)
+    starts = [_places(row) for row in flags]
+    most = max(map(len, starts)) + 1
+    edges = torch.full((len(starts), most + 1), flags.shape[1], dtype=torch.int32)
+    edges[:, 0] = 0
+    for row, places in zip(edges, starts, strict=True):
+        row[1 : len(places) + 1] = places
+    return Runs(edges, flags.shape[1])
 
 
-def with_end(column: Tensor, end: int) -> Tensor:
-    """[rows, keys + 1]: the column and one more value."""
-    return torch.nn.functional.pad(column, (0, 1), value=end)
+def _places(flags: Tensor) -> Tensor:
+    """int32 places where flags are set; reads them on the host."""
+    octets = torch.nn.functional.pad(flags, (0, -len(flags) % 8)).view(torch.int64)
+    found = octets.nonzero().squeeze(1)  # most octets have none set
+    which, place = octets.view(torch.bool).view(-1, 8)[found].nonzero().unbind(1)
+    return (found[which] * 8 + place).int()
+
+
+def _scanned(flags: Tensor) -> Runs:
+    """The same of static shapes, as many as places, without a host read."""
+    numbers = flags.cumsum(1, dtype=torch.int32)
+    rows, length = flags.shape
+    places = torch.arange(length, dtype=torch.int32, device=flags.device).expand(rows, -1)
+    edges = torch.full((rows, length + 1), length, dtype=torch.int32, device=flags.device)
+    edges.scatter_reduce_(1, numbers.long(), places, "amin")
+    return Runs(edges, length, numbers)
 
 
 def gathered(column: Tensor, places: Tensor) -> Tensor:
-    """``column`` [B|1, K] at ``places`` [B|1, Q|1]."""
-    if column.shape[0] == 1:
-        return column[0].index_select(0, places.flatten()).view(places.shape)
-    return column.gather(1, places.expand(column.shape[0], -1).long())
+    """``column`` [B|1, n] at ``places`` [B|1, m]."""
+    rows, length = column.shape
+    if rows > 1:
+        starts = torch.arange(0, rows * length, length, dtype=places.dtype, device=places.device)
+        places = places + starts.unsqueeze(1)
+    return column.reshape(-1).index_select(0, places.flatten()).view(places.shape)
 
 
-def neighbours(values: Tensor) -> Piece:
-    """[B|1, K]: where the last run of the same value ends before, the next one starts behind.
+def neighbours(runs: Runs, values: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Where the last run of the same value ends before, and the next one starts behind.
 
-    0 and K where there is none. Reads values on the host.
+    ``values`` are those of the runs; both results are [rows, runs], 0 and ``length`` where there is
+    none. None if no value comes again. Reads values on the host.
     """
-    rows = [torch.stack(_neighbours_of_row(row)) for row in values]
-    before, behind = torch.stack(rows, 1)
-    return before, behind
-
-
-def _neighbours_of_row(values: Tensor) -> Piece:
-    ones, lengths = torch.unique_consecutive(values, return_counts=True)
-    ends = lengths.cumsum(0)
-    starts = ends - lengths
-    ranked, order = ones.sort(stable=True)
-    again = (ranked[1:] == ranked[:-1]).nonzero().squeeze(1)
-    earlier, later = order[again], order[again + 1]
-    before, behind = torch.zeros_like(ends), torch.full_like(ends, len(values))
-    before[later], behind[earlier] = ends[earlier], starts[later]
-    return before.repeat_interleave(lengths), behind.repeat_interleave(lengths)
+    before, behind = torch.zeros_like(runs.starts), torch.full_like(runs.starts, runs.length)
+    found = False
+    for row, ones in enumerate(values):
+        count = int((runs.starts[row] < runs.length).sum())
+        ranked, order = ones[:count].sort(stable=True)
+        again = (ranked[1:] == ranked[:-1]).nonzero().squeeze(1)
+        earlier, later = order[again], order[again + 1]
+        before[row, later], behind[row, earlier] = runs.ends[row, earlier], runs.starts[row, later]
+        found |= len(again) > 0
+    return (before, behind) if found else None

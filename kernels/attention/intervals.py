@@ -15,8 +15,10 @@ from torch import Tensor
 
 from mllm_compile.kernels.attention import algebra
 from mllm_compile.kernels.attention.mask import PREDICATES
-from mllm_compile.kernels.attention.pieces import Pieces, components, joined
+from mllm_compile.kernels.attention.per_query import PerQuery
+from mllm_compile.kernels.attention.pieces import Pieces
 from mllm_compile.kernels.attention.symbolic import BATCH, OutsideAlgebra, expression
+from mllm_compile.kernels.attention.unions import fit, joined
 
 MOST = 2
 
@@ -63,12 +65,20 @@ def _broken(
     if 0 in sizes:
         return []
     device = tensors[0].device if tensors else torch.device("cpu")
-    pieces = Pieces(tensors, *sizes, device, count, checked=True)
-    found = pieces.of(rule)
-    broken = [reason for reason, holds in pieces.conditions if not bool(holds.all())]
-    if not broken and len(found) > 1 and int(components(found, sizes[2]).max()) > count:
-        broken.append(f"queries see more than {count} separate runs of keys")
+    pieces = Pieces(rule, tensors, sizes, device, count, checked=True)
+    conditions = pieces.conditions
+    if len(pieces.found) > count:
+        many = f"queries see more than {count} separate runs of keys"
+        conditions = [*conditions, (many, fit(pieces.found, count, sizes[2]))]
+    broken = [why for why, holds in conditions if isinstance(holds, Tensor) and not _all(holds)]
+    left = [condition for condition in conditions if isinstance(condition[1], PerQuery)]
+    for block in pieces.values.blocks() if left else ():
+        broken = broken or [why for why, holds in left if not _all(block.of(holds))]
     return broken
+
+
+def _all(truth: Tensor) -> bool:
+    return int(truth.count_nonzero()) == truth.numel()
 
 
 @torch.library.custom_op("mllm::mask_fits", mutates_args=())
@@ -108,10 +118,13 @@ def mask_intervals(
         samples = _samples(key, tensors, batch)
         if 0 in (queries, keys):
             return torch.zeros(samples, queries, count, 2, dtype=torch.int32, device=device)
-        pieces = Pieces(tensors, batch, queries, keys, device, count)
+        pieces = Pieces(rule, tensors, (batch, queries, keys), device, count)
+        edges = joined(pieces.found, count, keys)
         out = torch.empty(samples, queries, count, 2, dtype=torch.int32, device=device)
-        for place, (start, end) in enumerate(joined(pieces.of(rule), count, keys)):
-            out[:, :, place, 0], out[:, :, place, 1] = start, end
+        flat = out.view(samples, queries, 2 * count)
+        for block in pieces.values.blocks():
+            for place, edge in enumerate(edges):
+                flat[:, block.rows, place] = block.of(edge)
         return out
 
 

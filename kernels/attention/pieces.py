@@ -1,24 +1,36 @@
 """What a rule leaves of the keys, query by query: pieces [start, end), and under which conditions.
 
-A piece is two int32 tensors [batch, queries], either dim may be one; start >= end means nothing is
-left. Pieces lie in [0, keys].
+A piece is two int32 values; start >= end means nothing is left. Pieces lie in [0, keys].
 """
 
-from collections.abc import Callable, Sequence
-from functools import reduce
+from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import Any
 
+import sympy
 import torch
+from sympy.core.function import AppliedUndef
 from torch import Tensor
 
 from mllm_compile.kernels.attention import algebra
-from mllm_compile.kernels.attention.columns import Piece, gathered, neighbours, runs, with_end
-from mllm_compile.kernels.attention.symbolic import QUERY
+from mllm_compile.kernels.attention.columns import (
+    Runs,
+    changes_of,
+    cut_at,
+    descents_of,
+    gathered,
+    neighbours,
+    outer_changes,
+)
+from mllm_compile.kernels.attention.per_query import PerQuery, Value, apply
+from mllm_compile.kernels.attention.symbolic import KEY, QUERY
 from mllm_compile.kernels.attention.values import Values
+
+Piece = tuple[Value, Value]
 
 
 class Pieces:
-    """Follows rules over one batch.
+    """Follows a rule over one batch.
 
     ``count`` pieces at most are kept of a truth column. With ``checked``, ``conditions`` are what
     the result rests on: what would be wrong, and truth values of where it is right.
@@ -26,32 +38,32 @@ class Pieces:
 
     def __init__(
         self,
+        rule: algebra.Rule,
         tensors: Sequence[Tensor],
-        batch: int,
-        queries: int,
-        keys: int,
+        sizes: tuple[int, int, int],
         device: torch.device,
         count: int,
         checked: bool = False,
     ) -> None:
-        self.values = Values(tensors, batch, queries, keys, device)
-        self.queries, self.keys, self.count, self.checked = queries, keys, count, checked
-        self.conditions: list[tuple[str, Tensor]] = []
-        self._runs: dict[Any, Piece] = {}
-
-    def of(self, rule: algebra.Rule) -> list[Piece]:
-        """What the rule leaves of all keys."""
-        return self._within(rule, (self.values.number(0), self.values.number(self.keys)))
+        self.values = Values(tensors, *sizes, device)
+        _, self.queries, self.keys = sizes
+        self.count, self.checked = count, checked
+        self.conditions: list[tuple[str, Value]] = []
+        self._runs: dict[Any, Runs] = {}
+        if device.type == "cpu":
+            self.values.cut(_ids_of_queries(rule))
+        self.found = self._within(rule, (self.values.number(0), self.values.number(self.keys)))
 
     def _within(self, rule: algebra.Rule, piece: Piece) -> list[Piece]:
         start, end = piece
         match rule:
             case algebra.Where(condition):
-                return [(start, torch.where(self.values.of(condition), end, start))]
+                seen = self.values.of(condition)
+                return [(start, apply(torch.where, seen, end, start))]
             case algebra.Below(bound):
-                return [(start, torch.minimum(end, self._bound(bound)))]
+                return [(start, _lower(end, self._bound(bound)))]
             case algebra.From(bound):
-                return [(torch.maximum(start, self._bound(bound)), end)]
+                return [(_higher(start, self._bound(bound)), end)]
             case algebra.All(parts):
                 pieces = [piece]
                 for part in parts:
@@ -73,92 +85,99 @@ class Pieces:
             case algebra.Kept():
                 return self._kept(rule, piece)
 
-    def _bound(self, bound: Any) -> Tensor:
-        return self.values.of(bound).clamp(0, self.keys).to(torch.int32)
+    def _bound(self, bound: Any) -> Value:
+        return apply(lambda x: x.clamp(0, self.keys).to(torch.int32), self.values.of(bound))
 
-    def _require(self, wrong: str, piece: Piece, holds: Callable[[], Tensor]) -> None:
+    def _require(self, wrong: str, piece: Piece, holds: Value) -> None:
         """What a piece rests on, where it has keys."""
-        if self.checked:
-            self.conditions.append((wrong, holds() | (piece[0] >= piece[1])))
+        blind = apply(torch.ge, *piece)
+        self.conditions.append((wrong, apply(torch.logical_or, holds, blind)))
 
     # ------------------------------------------------------------ runs of equal values
 
     def _same(self, rule: algebra.Same, piece: Piece) -> list[Piece]:
         start, end = piece
-        first, last = (self._at_key(x, rule.at, piece) for x in self._runs_of(rule.column))
-        self._require(
-            f"equal values of {rule.column} are not contiguous",
-            piece,
-            lambda: self._alone(rule, piece),
-        )
+        runs = self._runs_of(rule.column)
+        _, number = self._compared(rule, piece, runs)
+        if self.checked:
+            self._require_alone(rule, piece, number)
+        first, last = _taken(runs.starts, number), _taken(runs.ends, number)
         if rule.negated:
-            return [(start, torch.minimum(end, first)), (torch.maximum(start, last), end)]
-        return [(torch.maximum(start, first), torch.minimum(end, last))]
+            return [(start, _lower(end, first)), (_higher(start, last), end)]
+        return [(_higher(start, first), _lower(end, last))]
 
     def _ordered(self, rule: algebra.Ordered, piece: Piece) -> list[Piece]:
         start, end = piece
-        first, last = (self._at_key(x, rule.at, piece) for x in self._runs_of(rule.column))
-        self._require(
-            f"values of {rule.column} descend",
-            piece,
-            lambda: self._ascending(rule, piece),
-        )
-        edge = first if rule.below == rule.strict else last
-        if rule.below:
-            return [(start, torch.minimum(end, edge))]
-        return [(torch.maximum(start, edge), end)]
+        values = self.values.column(rule.column)
+        stretches = cut_at(outer_changes(self.values.changes(values)))
+        places, number = self._compared(rule, piece, stretches)
+        if self.checked:
+            self._require_ascending(rule, piece)
+        # The first key of the run of equal values at a place, or the end of it.
+        equal = stretches.first_of(values) == stretches.first_of(values, 1)
+        if rule.below == rule.strict:
+            edge = _lower(places, _taken(torch.where(equal, stretches.starts, self.keys), number))
+        else:
+            after = apply(lambda x: x + 1, places)
+            edge = _higher(after, _taken(torch.where(equal, stretches.ends, 0), number))
+        return [(start, _lower(end, edge)) if rule.below else (_higher(start, edge), end)]
 
-    def _runs_of(self, column: Any) -> Piece:
-        """The run of equal values around every key, [B|1, keys]."""
+    def _compared(
+        self, rule: algebra.Same | algebra.Ordered, piece: Piece, runs: Runs
+    ) -> tuple[Value, Value]:
+        """The keys that all others are compared with, and which run they lie in."""
+        by = rule.at - QUERY
+        if by.is_Integer and 0 <= by <= self.keys - self.queries:
+            places = self.values.shifted(int(by), rule.column.subs(KEY, rule.at))
+            if isinstance(places, Tensor):
+                return places, runs.search(places)
+            return places, PerQuery(
+                lambda rows: runs.over(slice(rows.start + int(by), rows.stop + int(by)))
+            )
+        places = self.values.of(rule.at)
+        if self.checked:
+            exists = apply(lambda x: (x >= 0) & (x < self.keys), places)
+            self._require(f"key {rule.at} does not exist", piece, exists)
+        inside = apply(lambda x: x.clamp(0, self.keys - 1), places)
+        return inside, _number(runs, inside)
+
+    def _runs_of(self, column: Any) -> Runs:
         if column not in self._runs:
-            self._runs[column] = runs(self._column(column))
+            self._runs[column] = cut_at(self.values.changes(self.values.column(column)))
         return self._runs[column]
 
-    def _column(self, column: Any) -> Tensor:
-        values = self.values.of(column)
-        return values.expand(values.shape[0], self.keys)
+    def _require_alone(self, rule: algebra.Same, piece: Piece, number: Value) -> None:
+        """The piece must hold no other run of the value of run ``number``."""
+        runs = self._runs_of(rule.column)
+        others = neighbours(runs, runs.first_of(self.values.column(rule.column)))
+        if others is not None:
+            before, behind = (_taken(places, number) for places in others)
+            clear = apply(torch.le, before, piece[0]), apply(torch.ge, behind, piece[1])
+            wrong = f"equal values of {rule.column} are not contiguous"
+            self._require(wrong, piece, apply(torch.logical_and, *clear))
 
-    def _at_key(self, column: Tensor, at: Any, piece: Piece) -> Tensor:
-        """A column at key ``at`` of every query."""
-        if at == QUERY and self.queries == self.keys:
-            return column
-        places = self.values.of(at)
-        self._require(
-            f"key {at} does not exist", piece, lambda: (places >= 0) & (places < self.keys)
-        )
-        return gathered(column, places.clamp(0, self.keys - 1))
-
-    def _alone(self, rule: algebra.Same, piece: Piece) -> Tensor:
-        """Whether the piece holds no other run of the value of key ``at``."""
-        before, behind = neighbours(self._column(rule.column))
-        places = self.values.of(rule.at).clamp(0, self.keys - 1)
-        return (gathered(before, places) <= piece[0]) & (gathered(behind, places) >= piece[1])
-
-    def _ascending(self, rule: algebra.Ordered, piece: Piece) -> Tensor:
-        values = self._column(rule.column)
-        places = self.values.of(rule.at).clamp(0, self.keys - 1)
-        first, last = torch.minimum(piece[0], places), torch.maximum(piece[1] - 1, places)
-        return self._nowhere(values[:, 1:] < values[:, :-1], first, last)
-
-    def _nowhere(self, wrong: Tensor, first: Tensor, last: Tensor) -> Tensor:
-        """Whether no step from ``first`` to ``last`` is ``wrong`` (step i leads to key i + 1)."""
-        steps = torch.nn.functional.pad(wrong.cumsum(1), (1, 0))
-        before, after = (gathered(steps, x.clamp(0, self.keys - 1)) for x in (first, last))
-        return before == after
+    def _require_ascending(self, rule: algebra.Ordered, piece: Piece) -> None:
+        """Values must not descend anywhere between the keys of the piece and key ``at``."""
+        ascents = cut_at(descents_of(self.values.column(rule.column)))
+        if ascents.starts.shape[1] > 1:
+            first, last = _number(ascents, piece[0]), _number(ascents, _before(piece[1]))
+            for other in (last, self._compared(rule, piece, ascents)[1]):
+                same = apply(torch.eq, first, other)
+                self._require(f"values of {rule.column} descend", piece, same)
 
     # ------------------------------------------------------------ other columns
 
     def _climbing(self, rule: algebra.Climbing, piece: Piece) -> list[Piece]:
+        start, end = piece
+        here = apply(lambda x: x.clamp(0, self.keys - 1), start)
         for symbol, column in rule.columns:
-            values, here = self._column(column), piece[0].clamp(0, self.keys - 1)
-            self._require(
-                f"values of {column} do not go up by one from key to key",
-                piece,
-                lambda values=values: self._nowhere(  # type: ignore[misc]
-                    values[:, 1:] != values[:, :-1] + 1, piece[0], piece[1] - 1
-                ),
-            )
-            self.values.offsets[symbol] = gathered(values, here) - here
+            values = self.values.column(column)
+            self.values.offsets[symbol] = apply(torch.sub, _taken(values, here), here)
+            if self.checked:
+                runs = cut_at(changes_of(values - self.values.column(KEY)))
+                wrong = f"values of {column} do not go up by one from key to key"
+                first, last = _number(runs, start), _number(runs, _before(end))
+                self._require(wrong, piece, apply(torch.eq, first, last))
         found = self._within(rule.body, piece)
         for symbol, _ in rule.columns:
             del self.values.offsets[symbol]
@@ -166,84 +185,59 @@ class Pieces:
 
     def _kept(self, rule: algebra.Kept, piece: Piece) -> list[Piece]:
         start, end = piece
-        kept, (_, last) = self._column(rule.column), self._runs_of(rule.column)
-        places = self.values.numbers(self.keys)
-        # The first key from here on for which the column is true, and is false.
-        opens = with_end(torch.where(kept, places, last), self.keys)
-        closes = with_end(torch.where(kept, last, places), self.keys)
+        runs = self._runs_of(rule.column)
+        kept = runs.first_of(self.values.column(rule.column))
+        following = torch.nn.functional.pad(runs.ends[:, 1:], (0, 1), value=self.keys)
+        # From any key on, where the column is true first, and where it is false after that.
+        opens = torch.where(kept, runs.starts, runs.ends)
+        closes = torch.where(kept, runs.ends, following)
         found: list[Piece] = []
         for _ in range(self.count):
-            start = torch.minimum(gathered(opens, start), end)
-            found.append((start, torch.minimum(gathered(closes, start), end)))
+            number = _number(runs, start)
+            start = _lower(_higher(start, _taken(opens, number)), end)
+            found.append((start, _lower(_taken(closes, number), end)))
             start = found[-1][1]
-        self._require(
-            f"{rule.column} holds for more than {self.count} separate runs of keys",
-            (start, end),
-            lambda: gathered(opens, start) >= end,
-        )
+        if self.checked and int((kept & (runs.starts < runs.length)).sum(1).max()) > self.count:
+            again = _higher(start, _taken(opens, _number(runs, start)))
+            wrong = f"{rule.column} holds for more than {self.count} separate runs of keys"
+            self._require(wrong, (start, end), apply(torch.ge, again, end))
         return found
 
 
-# ---------------------------------------------------------------- unions
+@lru_cache(maxsize=1024)
+def _ids_of_queries(rule: algebra.Rule) -> tuple[AppliedUndef, ...]:
+    """The look-ups at queries that decide which runs of keys they see, or whether they see any.
+
+    Those in bounds that climb from key to key do so themselves.
+    """
+    match rule:
+        case algebra.All(parts) | algebra.Either(parts):
+            found = {x for part in parts for x in _ids_of_queries(part)}
+        case algebra.Where(expr) | algebra.Below(expr) | algebra.From(expr):
+            found = expr.atoms(AppliedUndef)
+        case algebra.Same(column, at) | algebra.Ordered(column, at):
+            found = column.subs(KEY, at).atoms(AppliedUndef)
+        case _:
+            return ()
+    return tuple(sorted((x for x in found if QUERY in x.free_symbols), key=sympy.default_sort_key))
 
 
-def components(pieces: Sequence[Piece], keys: int) -> Tensor:
-    """How many separate runs of keys each query sees in the union of several pieces."""
-    (_, reached), *rest = _ascending([_emptied(piece, keys) for piece in pieces])
-    count = torch.ones_like(reached)
-    for start, end in rest:
-        count = count + ((start > reached) & (start < end))
-        reached = torch.maximum(reached, end)
-    return count
+def _lower(one: Value, other: Value) -> Value:
+    return apply(torch.minimum, one, other)
 
 
-def joined(pieces: Sequence[Piece], count: int, keys: int) -> list[Piece]:
-    """The union of pieces as ``count`` pieces, where it has no more components."""
-    if len(pieces) == 1:
-        start, end = pieces[0]
-        return _spread([(start, torch.maximum(start, end))], count)
-    emptied = [_emptied(piece, keys) for piece in pieces]
-    if count == 1:
-        start = reduce(torch.minimum, (start for start, _ in emptied))
-        end = reduce(torch.maximum, (end for _, end in emptied))
-        return [(torch.minimum(start, end), end)]
-    return _two(_ascending(emptied), keys)
+def _higher(one: Value, other: Value) -> Value:
+    return apply(torch.maximum, one, other)
 
 
-def _emptied(piece: Piece, keys: int) -> Piece:
-    """Pieces without keys become [keys, 0), which changes no extreme."""
-    start, end = piece
-    seen = start < end
-    return torch.where(seen, start, keys), torch.where(seen, end, 0)
+def _before(places: Value) -> Value:
+    return apply(lambda x: x - 1, places)
 
 
-def _ascending(pieces: list[Piece]) -> list[Piece]:
-    """Sorted by start: neighbours that stand wrong are exchanged, as often as it may take."""
-    found = list(pieces)
-    for last in range(len(found) - 1, 0, -1):
-        for at in range(last):
-            (start, end), (other, stop) = found[at], found[at + 1]
-            swap = other < start
-            found[at] = torch.where(swap, other, start), torch.where(swap, stop, end)
-            found[at + 1] = torch.where(swap, start, other), torch.where(swap, end, stop)
-    return found
+def _taken(column: Tensor, places: Value) -> Value:
+    return apply(partial(gathered, column), places)
 
 
-def _two(pieces: list[Piece], keys: int) -> list[Piece]:
-    """Ascending pieces as two: what follows on the first without a gap, and the rest."""
-    start, end = pieces[0]
-    rest: Piece = (torch.full_like(start, keys), torch.zeros_like(end))
-    for other, stop in pieces[1:]:
-        reached = other <= end
-        rest = (
-            torch.minimum(rest[0], torch.where(reached, keys, other)),
-            torch.maximum(rest[1], torch.where(reached, 0, stop)),
-        )
-        end = torch.where(reached, torch.maximum(end, stop), end)
-    behind = torch.maximum(rest[1], end)
-    return [(torch.minimum(start, end), end), (torch.minimum(rest[0], behind), behind)]
-
-
-def _spread(pieces: list[Piece], count: int) -> list[Piece]:
-    """Empty pieces behind the others, up to ``count``."""
-    return pieces + [(pieces[-1][1], pieces[-1][1])] * (count - len(pieces))
+def _number(runs: Runs, places: Value) -> Value:
+    """Which run places lie in."""
+    return runs.search(places) if isinstance(places, Tensor) else apply(runs.at, places)
