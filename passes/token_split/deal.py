@@ -56,23 +56,35 @@ class Deal:
     """Several deals side by side; rank r of deal d is number ``d * ranks + r`` here.
 
     ``owner`` [deals, N]: the rank that has each unit. ``held`` [numbers, N / ranks]: its units.
-    ``need`` [masks, numbers]: units that it receives. ``load``: its work, 1 being the mean.
+    ``need`` [masks, numbers]: units that it receives. ``load``: its work, 1 being the mean. Both
+    include those of its piece of the rest.
     """
 
-    def __init__(self, units: Units, owner: Ints, ranks: int) -> None:
-        deals, count = owner.shape
+    def __init__(self, units: Units, owner: Ints) -> None:
+        (deals, count), ranks = owner.shape, units.ranks
         self.units, self.ranks, self.owner = units, ranks, owner.copy()
         self.held = np.argsort(owner, axis=1, kind="stable").reshape(deals * ranks, count // ranks)
-        numbers = np.arange(deals * ranks)[:, None]
-        change = np.zeros((len(units.work), deals * ranks, count + 1), np.int16)
-        for mask, row in enumerate(change):
-            for first, last in zip(units.first[mask], units.last[mask], strict=True):
-                np.add.at(row, (numbers, first[self.held]), 1)
-                np.add.at(row, (numbers, last[self.held]), -1)
-        self.users = np.cumsum(change, 2, dtype=np.int16)[..., :count]
-        self.users[:, numbers, self.held] += MINE
+        numbers = np.arange(deals * ranks)
+        self.users = self._users(self.held, numbers)
         self.need = _received(self.users)
-        self.load = units.work[:, self.held].sum(2)
+        self.load = units.work[:, self.held].sum(2) + units.work[:, count + numbers % ranks]
+
+    def _users(self, held: Ints, numbers: Ints) -> NDArray[np.int16]:
+        """[masks, Q, N]: what ``users`` of ranks ``numbers`` [Q] with ``held`` [Q, n] would be."""
+        units, row = self.units, np.arange(len(held))[:, None]
+        every = np.concatenate([held, units.count + numbers[:, None] % self.ranks], axis=1)
+        change = np.zeros((len(units.work), len(held), units.count + 1), np.int16)
+        for mask, changed in enumerate(change):
+            for first, last in zip(units.first[mask], units.last[mask], strict=True):
+                np.add.at(changed, (row, first[every]), 1)
+                np.add.at(changed, (row, last[every]), -1)
+        users = np.cumsum(change, 2, dtype=np.int16)[..., : units.count]
+        users[:, row, held] += MINE
+        return users
+
+    def needs(self, held: Ints, numbers: Ints) -> Ints:
+        """[masks, Q]: what ranks ``numbers`` [Q] would receive if they had ``held`` [Q, n]."""
+        return _received(self._users(held, numbers))
 
     def scores(self, weights: Floats, slack: float) -> Floats:
         """Of every deal: received shares of the sequence, mean and half the most; and balance."""

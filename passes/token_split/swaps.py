@@ -37,18 +37,6 @@ def anneal(
         _round(deal, _pairs(deal, rng), _cost(deal, weights, 50.0), rng, 0.0)
 
 
-def repair(
-    deal: Deal, weights: Floats, rng: np.random.Generator, rounds: int, limit: float
-) -> None:
-    """At most ``rounds`` of swaps for balance first, until a deal has no rank over ``limit``."""
-    for at in range(rounds):
-        if deal.heaviest().min() <= limit:
-            return
-        noise = 0.0005 * (1 - at / rounds)
-        pairs = _uneven(deal, rng) if at % 2 else _pairs(deal, rng)
-        _round(deal, pairs, _cost(deal, weights, 200.0), rng, noise, 2 * WIDTH)
-
-
 def _cost(deal: Deal, weights: Floats, price: float) -> Cost:
     return Cost(weights, SLACK, price * deal.units.count)
 
@@ -82,16 +70,6 @@ def _round(
 def _pairs(deal: Deal, rng: np.random.Generator) -> Ints:
     """Two rounds of three look at units beside those of the rank, where keys are shared."""
     return _neighbours(deal, rng) if rng.random() < 2 / 3 else _strangers(deal, rng)
-
-
-def _uneven(deal: Deal, rng: np.random.Generator) -> Ints:
-    """Pairs [2, P] of a rank that has much work and one, drawn, that has less."""
-    deals = len(deal.owner)
-    order = np.argsort(-deal.load.max(0).reshape(deals, -1), axis=1, kind="stable")
-    order += np.arange(deals)[:, None] * deal.ranks
-    half = deal.ranks // 2
-    light = rng.permuted(order[:, half:], axis=1)[:, :half]
-    return np.stack([order[:, :half].ravel(), light.ravel()])
 
 
 def _strangers(deal: Deal, rng: np.random.Generator) -> Ints:

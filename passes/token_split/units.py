@@ -1,7 +1,9 @@
-"""A sequence cut into units of nearly equal length, and what attention asks of each of them.
+"""A sequence cut into units of equal length, and what attention asks of each of them.
 
 A rank of n is given N/n of the N units, so that ranks hold equally many tokens whatever the planner
-decides. Unit i starts at token ``i * S // N``; lengths differ by one at most.
+decides. Units are whole tiles where they can be. The rest of the sequence, less than that on every
+rank, is taken from its beginning, where queries see least, and divided in order. A rank holds its
+piece behind its units, so that they remain whole tiles.
 """
 
 from collections.abc import Sequence
@@ -17,46 +19,99 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Units:
-    """``first``, ``last`` [masks, n, N]: the half-open ranges of units whose keys a unit needs.
+class Cut:
+    """``count`` units of ``size`` tokens, and for each of ``ranks`` a piece of the rest, if any."""
 
-    ``work`` [masks, N]: tiles of a unit, as multiples of a rank's mean, so that 1 is fair.
+    length: int
+    size: int
+    count: int
+    ranks: int
+
+    @property
+    def start(self) -> int:
+        """Where the units begin: on a border of tiles."""
+        grain = min(self.size, TILE)
+        return (self.length - self.size * self.count) // grain * grain
+
+    @property
+    def bounds(self) -> Ints:
+        """Of units and pieces [N + ranks + 1], of the tokens in the order of ``rows``."""
+        head, rank = self.size * self.count, np.arange(self.ranks + 1)
+        piece = self.length // self.ranks - head // self.ranks
+        rest = head + rank * piece + np.minimum(rank, self.length % self.ranks)
+        return np.concatenate([np.arange(self.count) * self.size, rest])
+
+    def rows(self, mask: NDArray[np.int32]) -> NDArray[np.int32]:
+        """What is seen from the units' tokens, then from the rest."""
+        end = self.start + self.size * self.count
+        return np.concatenate([mask[self.start : end], mask[: self.start], mask[end:]])
+
+    def split(self, owner: Ints) -> Split:
+        """The split in which ``owner`` [N] has the units."""
+        parts: list[list[Interval]] = [[] for _ in range(self.ranks)]
+        bounds, head = self.bounds.tolist(), self.size * self.count
+        for at, rank in enumerate([*owner.tolist(), *range(self.ranks)]):
+            first, last = bounds[at : at + 2]
+            middle = min(max(first, head + self.start), last) if at >= self.count else last
+            for low, high in ((first, middle), (middle, last)):
+                moved = self.start if high <= head else -head if high <= head + self.start else 0
+                _append(parts[rank], low + moved, high + moved)
+        return Split(tuple(map(tuple, parts)))
+
+
+def _append(part: list[Interval], start: int, stop: int) -> None:
+    if part and part[-1][1] == start:
+        part[-1] = (part[-1][0], stop)
+    elif stop > start:
+        part.append((start, stop))
+
+
+@dataclass(frozen=True)
+class Units:
+    """``first``, ``last`` [masks, n, N + ranks]: half-open ranges of units whose keys are needed.
+
+    ``work`` [masks, N + ranks]: tiles, as multiples of a rank's mean, so that 1 is fair. Behind the
+    N units stand the pieces of the rest. Keys of the rest count as no unit's.
     """
 
     first: Ints
     last: Ints
     work: Floats
+    ranks: int
 
     @property
     def count(self) -> int:
         """N."""
-        return int(self.work.shape[1])
+        return int(self.work.shape[1]) - self.ranks
 
 
-def cut(masks: Sequence[NDArray[np.int32]], count: int, ranks: int) -> Units:
+def units_of(masks: Sequence[NDArray[np.int32]], cut: Cut) -> Units:
     """The units of a sequence under ``masks``, intervals of keys [S, n, 2] each."""
     slots = max(mask.shape[1] for mask in masks)
     first, last, work = [], [], []
     for mask in masks:
-        ranges = _ranges(mask, count)
-        empty = np.zeros((slots - len(ranges[0]), count), np.int64)
+        rows = cut.rows(mask)
+        ranges = _ranges(rows, cut)
+        empty = np.zeros((slots - len(ranges[0]), ranges[0].shape[1]), np.int64)
         first.append(np.concatenate([ranges[0], empty]))
         last.append(np.concatenate([ranges[1], empty]))
-        tiles = _work(mask, count)
-        work.append(tiles * (ranks / max(tiles.sum(), 1)))
-    return Units(np.stack(first), np.stack(last), np.stack(work))
+        tiles = work_of(rows, cut)
+        work.append(tiles * (cut.ranks / max(tiles.sum(), 1)))
+    return Units(np.stack(first), np.stack(last), np.stack(work), cut.ranks)
 
 
-def _ranges(mask: NDArray[np.int32], count: int) -> tuple[Ints, Ints]:
-    """First and end [n, count] of the units that the rows of every unit see, slots disjoint."""
-    length = len(mask)
-    bounds = np.arange(count) * length // count
-    starts, ends = mask[..., 0].T.astype(np.int64), mask[..., 1].T.astype(np.int64)
+def _ranges(rows: NDArray[np.int32], cut: Cut) -> tuple[Ints, Ints]:
+    """First and end [n, N + ranks] of the units that rows of each see, slots disjoint."""
+    head, bounds = cut.size * cut.count, cut.bounds[:-1]
+    starts, ends = np.clip(rows.T.astype(np.int64) - cut.start, 0, head)
     seen = starts < ends
-    starts = np.minimum.reduceat(np.where(seen, starts, length), bounds, axis=1)
-    ends = np.maximum.reduceat(np.where(seen, ends, 0), bounds, axis=1)
-    first = ((starts + 1) * count - 1) // length
-    last = np.where(starts < ends, (ends * count - 1) // length + 1, first)
+    none = ((0, 0), (0, 1))  # a row behind the last: pieces of the rest may be empty
+    starts = np.pad(np.where(seen, starts, head), none, constant_values=head)
+    ends = np.pad(np.where(seen, ends, 0), none)
+    starts = np.minimum.reduceat(starts, bounds, axis=1)
+    ends = np.maximum.reduceat(ends, bounds, axis=1)
+    first = starts // cut.size
+    last = np.where(starts < ends, -(-ends // cut.size), first)
     for slot in range(1, len(first)):
         # Rows of one unit may see its neighbours in different slots: one range then covers both.
         meet = (first[slot] <= last[slot - 1]) & (first[slot] < last[slot])
@@ -66,47 +121,15 @@ def _ranges(mask: NDArray[np.int32], count: int) -> tuple[Ints, Ints]:
     return first, last
 
 
-def _work(mask: NDArray[np.int32], count: int) -> Floats:
-    """Tiles of every unit; the last block of a unit counts by its rows."""
-    length = len(mask)
-    tile = max(1, min(TILE, length // count))
-    bounds = np.arange(count + 1) * length // count
+def work_of(rows: NDArray[np.int32], cut: Cut) -> Ints:
+    """Tiles of every unit and of every piece of the rest."""
+    bounds, tile = cut.bounds, min(TILE, cut.size)
     sizes = np.diff(bounds)
-    blocks = -(-sizes // tile)
-    before = np.concatenate([[0], np.cumsum(blocks)])
-    inside = np.arange(length) - np.repeat(bounds[:-1], sizes)
+    before = np.concatenate([[0], np.cumsum(-(-sizes // tile))])
+    inside = np.arange(len(rows)) - np.repeat(bounds[:-1], sizes)
     groups = np.repeat(before[:-1], sizes) + inside // tile
-    rows = mask.astype(np.int64)
-    starts = rows[..., 0] // tile
-    ends = np.where(rows[..., 0] < rows[..., 1], -(-rows[..., 1] // tile), starts)
-    tiles = covered(np.repeat(groups, mask.shape[1]), starts.ravel(), ends.ravel(), int(before[-1]))
-    return np.add.reduceat(tiles * (np.bincount(groups) / tile), before[:-1])
-
-
-def split_of(owner: Ints, ranks: int, length: int) -> Split:
-    """The split in which ``owner`` [N] has the units; counts of tokens differ by one at most.
-
-    Where the length does not divide, every rank has some of its units one token longer, those that
-    keep the ends of units close to their places.
-    """
-    count = len(owner)
-    size = length // count
-    longer = [
-        length // ranks + (rank < length % ranks) - size * (count // ranks) for rank in range(ranks)
-    ]
-    left = np.bincount(owner, minlength=ranks)
-    parts: list[list[Interval]] = [[] for _ in range(ranks)]
-    start = 0
-    for unit, rank in enumerate(owner.tolist()):
-        due = (unit + 1) * length > (start + size) * count
-        extra = longer[rank] > 0 and (due or longer[rank] == left[rank])
-        stop = start + size + extra
-        longer[rank] -= extra
-        left[rank] -= 1
-        part = parts[rank]
-        if part and part[-1][1] == start:
-            part[-1] = (part[-1][0], stop)
-        elif stop > start:
-            part.append((start, stop))
-        start = stop
-    return Split(tuple(map(tuple, parts)))
+    starts = rows[..., 0].astype(np.int64) // tile
+    ends = np.where(rows[..., 0] < rows[..., 1], -(-rows[..., 1].astype(np.int64) // tile), starts)
+    tiles = covered(np.repeat(groups, rows.shape[1]), starts.ravel(), ends.ravel(), int(before[-1]))
+    work: Ints = np.diff(np.concatenate([[0], np.cumsum(tiles)])[before])
+    return work
