@@ -72,8 +72,9 @@ def _masks(plan: Plan, own: list[fx.Node], length: int) -> tuple[Masks, str]:
 
 def _quality(masks: Masks, split: Split) -> str:
     """Balance and traffic of a split, for people."""
-    work = [tiles(mask, split) for _, mask in masks]
-    balance = max(each.max() * split.ranks / max(each.sum(), 1) for each in work)
+    balance = max(
+        tiles(mask, split).max() * split.ranks / max(tiles(mask).sum(), 1) for _, mask in masks
+    )
     gathered = split.length * (split.ranks - 1) / split.ranks
     layers = sum(count for count, _ in masks)
     keys = np.array([count * received(mask, split) for count, mask in masks]) / layers

@@ -67,6 +67,12 @@ def test_packed_documents(name, lengths, context, exchange):
     assert_passed(check(name, [documents(*lengths)], packed, context, "planned", exchange))
 
 
+@pytest.mark.parametrize("exchange", ["needed", slow("gather"), slow("heads")])
+def test_a_rank_may_hold_early_tokens_behind_late_ones(exchange):
+    split = "30:50,0:10,60:66|50:60,66:72,10:30"
+    assert_passed(check("sliding", [documents(*LENGTHS)], packed, 2, split, exchange))
+
+
 @pytest.mark.slow
 def test_samples_with_masks_of_their_own():
     assert_passed(check("full", [text(13, 1), text(6, 2)], padded("right"), 3, "planned"))

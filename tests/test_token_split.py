@@ -252,3 +252,15 @@ def test_the_published_masks_are_balanced_with_little_traffic(name: str, most: f
         assert balance <= 1.02, (tokens, ranks, seed)
         shares.append(mean)
     assert np.mean(shares) <= most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "ranks", "most"),
+    [("packed_mm", 16, 0.115), ("packed_mm", 64, 0.11), ("gemma", 64, 0.035)],
+)
+def test_a_million_tokens(name: str, ranks: int, most: float) -> None:
+    masks, starts = token_split.drawn(name, 1 << 20, 0)
+    balance, mean, _ = token_split.quality(masks, planned(masks, starts, ranks))
+    assert balance <= 1.02
+    assert mean <= most
