@@ -45,21 +45,24 @@ def _decide(plan: Plan, spec: ModuleSpec, own: list[fx.Node]) -> tuple[str, tupl
     length = max((_queries(node) for node in own if _queries(node) == _keys(node)), default=0)
     if not length:
         return "contiguous", ("context: contiguous, no attention of a sequence to itself",)
-    masks, unknown = _masks(plan, [n for n in own if _queries(n) == _keys(n) == length], length)
+    own = [node for node in own if _queries(node) == _keys(node) == length]
+    masks, unknown = _masks(plan, own, length)
     if unknown:
         return "zigzag", (f"context: zigzag, no split planned for {length} tokens: {unknown}",)
     weights = [count for count, _ in masks]
     split = plan_split([mask for _, mask in masks], weights, spec.parallel.context)
-    return str(split), (_quality(masks, split),)
+    dense = sum(node.args[4] is not None for node in own)
+    return str(split), (_quality(masks, split) + _spared(dense),)
 
 
 def _masks(plan: Plan, own: list[fx.Node], length: int) -> tuple[Masks, str]:
-    """The masks of attentions over ``length`` tokens; or what is not known about them."""
-    counts = Counter((node.args[3], node.args[4], node.args[6]) for node in own)
+    """The masks of attentions over ``length`` tokens; or what is not known about them.
+
+    A dense mask is none here: kernels skip tiles by intervals alone, and ranks gather all keys.
+    """
+    counts = Counter((node.args[3], node.args[6]) for node in own)
     found: Masks = []
-    for (intervals, dense, causal), count in counts.items():
-        if dense is not None:
-            return [], f"{count} attentions have a dense mask"
+    for (intervals, causal), count in counts.items():
         known = None
         if isinstance(intervals, fx.Node):
             if intervals.name not in plan.intervals:
@@ -84,6 +87,13 @@ def _quality(masks: Masks, split: Split) -> str:
         f"tiles at most {balance:.3f} of the mean, keys received "
         f"{shares.mean():.3f} of all (worst rank {shares.max():.3f})"
     )
+
+
+def _spared(dense: int) -> str:
+    """What dense masks mean for work and traffic."""
+    if not dense:
+        return ""
+    return f"; {dense} attentions have a dense mask, which spares neither work nor keys"
 
 
 def _queries(node: fx.Node) -> int:

@@ -12,7 +12,9 @@ from mllm_compile.compiler.request import ModuleSpec, Parallel
 from mllm_compile.compiler.split import Split
 from mllm_compile.model import ready_model
 from mllm_compile.passes.pipeline import make_plan
+from mllm_compile.verify import verify
 from tests.contexts import check, decoder, documents, multimodal, packed, padded, request, text
+from tests.masked_decoder import KINDS, workload
 from tests.parity import assert_passed, workload_of
 
 LENGTHS = (20, 45, 7)
@@ -67,10 +69,19 @@ def test_packed_documents(name, lengths, context, exchange):
     assert_passed(check(name, [documents(*lengths)], packed, context, "planned", exchange))
 
 
-@pytest.mark.parametrize("exchange", ["needed", slow("gather"), slow("heads")])
-def test_a_rank_may_hold_early_tokens_behind_late_ones(exchange):
-    split = "30:50,0:10,60:66|50:60,66:72,10:30"
-    assert_passed(check("sliding", [documents(*LENGTHS)], packed, 2, split, exchange))
+def checkered(b, h, q, k):
+    return (k <= q) & ((q + k) % 2 == 0)
+
+
+def test_a_dense_mask_skips_no_work_and_is_planned_as_if_all_were_seen(monkeypatch):
+    monkeypatch.setitem(KINDS, "checkered", lambda *ids: checkered)
+    asked, work = request(3, "planned"), workload("checkered", 2, (50,))
+    model = ready_model(asked, deepcopy(work.model))
+    made = Compiler(asked, model).step([{1: (work.collate(work.samples),)}]).plans[0]
+    assert Split.parse(made.request.modules[0].context_split).sizes == (17, 17, 16)
+    (note,) = (n for n in made.shardings[0].notes if n.startswith("context: 50 tokens"))
+    assert "2 attentions have a dense mask, which spares neither work nor keys" in note
+    assert_passed(verify(asked, work, in_process=True))
 
 
 @pytest.mark.slow
