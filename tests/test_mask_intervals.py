@@ -133,6 +133,38 @@ LAWS = {
     "union": (looked_up(lambda b, q, k: (k < 2) | ((k <= q) & (q - k < 2))), 2),
     "exclusive": (looked_up(lambda b, q, k: (k < 2) ^ (k < 5)), 1),
     "choice": (looked_up(lambda ids, b, q, k: torch.where(ids[b, q] == 0, k < 3, k > q), IDS), 1),
+    "not both": (looked_up(lambda b, q, k: torch.logical_xor(k < 2, k < 5)), 1),
+    "product": (looked_up(lambda b, q, k: (k <= q) * (k > q - 3)), 1),
+    "one of two numbers": (looked_up(lambda b, q, k: k <= torch.where(q > 3, q, q + 2)), 1),
+    "one of two keys": (looked_up(lambda b, q, k: torch.where(k > 3, k, k + 1) <= q), 1),
+    "one of two places": (
+        looked_up(lambda ids, b, q, k: k <= ids[b, torch.where(q > 3, q, 0)], IDS),
+        1,
+    ),
+    "clamped": (looked_up(lambda b, q, k: (k.clamp(max=3) <= q) & (k >= (q - 2).clamp(0, 4))), 1),
+    "clamped below": (looked_up(lambda b, q, k: k.clamp_min(3) <= q.clamp_max(5)), 1),
+    "towards zero": (
+        looked_up(lambda b, q, k: torch.div(q - 4, 3, rounding_mode="trunc") >= k - 1),
+        1,
+    ),
+    "endless": (looked_up(lambda b, q, k: (k < float("inf")) & (k <= q)), 1),
+    "nowhere": (looked_up(lambda b, q, k: k < -float("inf")), 1),
+    "truth as number": (looked_up(lambda b, q, k: ((k <= q).int() == 1) & (k > q - 3)), 1),
+    "no such number": (looked_up(lambda b, q, k: (k <= q).int() == 2), 1),
+    "truth like a number": (
+        looked_up(lambda ids, b, q, k: ids[b, q] == (k <= q), IDS),
+        1,
+    ),
+    "prefix and padding": (
+        looked_up(
+            lambda ids, real, b, q, k: (
+                ((ids[b, q] == ids[b, k]) & (ids[b, k] == 0) | (k <= q)) & (real[b, k] != 0)
+            ),
+            torch.tensor([[0, 0, 0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1, 1, 1]]),
+            torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0], [1] * 8]),
+        ),
+        1,
+    ),
     "constant": (looked_up(lambda b, q, k: torch.tensor(True) & (k <= q)), 1),
 }  # fmt: skip
 
@@ -157,6 +189,23 @@ REFUSED = {
         looked_up(lambda ids, b, q, k: (ids[b, q] == ids[b, k]) & (k >= q), APART),
         "not contiguous",
     ),
+    "same but for a gap": (
+        looked_up(lambda ids, b, q, k: (ids[b, q] == ids[b, k]) | (k < 2), APART),
+        "not contiguous",
+    ),
+    "bits": (looked_up(lambda b, q, k: ~(k <= q).int()), "bits"),
+    "alternatives": (
+        looked_up(
+            lambda ids, b, q, k: (
+                ((k < 1) | (k == q) | (k > 6))
+                & ((k < 2) | (k == 3) | (k > 5))
+                & ((k < 3) | (k == q) | (k > 4))
+                & (ids[b, q] != ids[b, k])
+            ),
+            IDS,
+        ),
+        "54 alternatives",
+    ),
     "ordered": (looked_up(lambda ids, b, q, k: ids[b, k] < ids[b, q], APART), "descend"),
     "kept": (looked_up(lambda real, b, q, k: real[b, k] != 0, HOLES), "holds for more than 2"),
     "climbing": (
@@ -173,7 +222,8 @@ REFUSED = {
     "floor": (looked_up(lambda b, q, k: k % 3 == q % 3), "floor"),
     "multiple": (looked_up(lambda b, q, k: k * q <= 5), "<= 0"),
     "pairs": (looked_up(lambda ids, b, q, k: ids[b, (k + q) // 2] == 0, IDS), "pairs"),
-    "division": (looked_up(lambda b, q, k: k / 2 <= q), "round down"),
+    "division": (looked_up(lambda b, q, k: k / 2 <= q), "not round"),
+    "choice": (looked_up(lambda b, q, k: torch.where(k > 3, k <= q, 1)), "a choice"),
     "numbers": (looked_up(lambda b, q, k: (k <= q) + (k < 3) > 1), "as numbers"),
     "whole rows": (looked_up(lambda ids, b, q, k: ids[b, q] >= ids[b].min(), IDS), "rows"),
     "heads": (lambda b, h, q, k: k <= q + h, "heads"),

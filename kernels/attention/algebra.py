@@ -1,127 +1,41 @@
-"""The interval algebra of mask predicates: an expression over q and k -> sets of keys.
+"""The interval algebra of mask predicates: which rule an expression over q and k states."""
 
-A *rule* says which keys a query sees; every rule below gives intervals, and so do ``All`` (their
-intersection) and ``Either`` (their union). A *column* is an expression of k and b alone: it has one
-value per key. Rules on columns hold under conditions on the column's values, which ``intervals``
-checks: without look-ups at k there are none.
-
-=====================  ===========================================================================
-``k + f(q) <= 0``      ``Below``, ``From``: bounds are expressions of q and b
-floor, abs, min, max   taken apart into bounds: ``floor(x/m) <= r`` is ``x < m*(r+1)``
-no k                   ``Where``: all keys or none
-``c(k) == c(at(q))``   ``Same``: the run of equal values around key ``at``
-``c(k) <= c(at(q))``   ``Ordered``: up to that run, where values ascend
-``p(k)``               ``Kept``: runs of keys that a truth column holds for
-other look-ups at k    ``Climbing``: where values go up by one per key, ``c(k)`` is ``k + offset``
-=====================  ===========================================================================
-"""
-
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from math import prod
 from typing import Any
 
 import sympy
 from sympy.core.function import AppliedUndef
 from sympy.logic.boolalg import Boolean
 
+from mllm_compile.kernels.attention.rules import (
+    All,
+    Below,
+    Climbing,
+    Either,
+    From,
+    Kept,
+    Ordered,
+    Rule,
+    Same,
+    Where,
+    num_pieces,
+)
 from mllm_compile.kernels.attention.symbolic import KEY, QUERY, OutsideAlgebra
 from mllm_compile.kernels.attention.values import denominator
 
-
-@dataclass(frozen=True, slots=True)
-class Where:
-    """All keys where the condition holds, none elsewhere."""
-
-    condition: Boolean
-
-
-@dataclass(frozen=True, slots=True)
-class Below:
-    """Keys before ``end``."""
-
-    end: sympy.Expr
-
-
-@dataclass(frozen=True, slots=True)
-class From:
-    """Keys from ``start`` on."""
-
-    start: sympy.Expr
-
-
-@dataclass(frozen=True, slots=True)
-class Same:
-    """Keys whose column equals that of key ``at``; with ``negated`` all others."""
-
-    column: sympy.Expr
-    at: sympy.Expr
-    negated: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Ordered:
-    """Keys whose column is below (else above) that of key ``at``, or, unless ``strict``, equal."""
-
-    column: sympy.Expr
-    at: sympy.Expr
-    below: bool
-    strict: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Keys that a truth column holds for."""
-
-    column: Boolean
-
-
-@dataclass(frozen=True, slots=True)
-class Climbing:
-    """``body``, in which every symbol stands for ``column(k) - k``, the same for all keys seen."""
-
-    columns: tuple[tuple[sympy.Symbol, sympy.Expr], ...]
-    body: "Rule"
-
-
-@dataclass(frozen=True, slots=True)
-class All:
-    """Keys that all parts see; bounds come first, what needs the fewest conditions."""
-
-    parts: tuple["Rule", ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Either:
-    """Keys that any of the parts sees."""
-
-    parts: tuple["Rule", ...]
-
-
-OnColumns = Same | Ordered | Kept | Climbing
-Rule = Where | Below | From | OnColumns | All | Either
 _FIRST = (Where, Below, From, All, Same, Ordered, Climbing, Kept, Either)
+MOST_PIECES = 32
+"""Beyond which a dense mask is the better answer: every two are compared, query by query."""
 
 
 @lru_cache(maxsize=1024)
 def rule_of(truth: Boolean) -> Rule:
     """The rule that an expression states. OutsideAlgebra where it states none of the above."""
-    return _rule(sympy.to_nnf(truth, simplify=False))
-
-
-def is_certain(rule: Rule) -> bool:
-    """Whether a rule gives its intervals whatever the values of its columns."""
-    if isinstance(rule, All | Either):
-        return all(map(is_certain, rule.parts))
-    return isinstance(rule, Where | Below | From)
-
-
-def num_pieces(rule: Rule) -> int:
-    """Into how many pieces a certain rule takes all keys apart."""
-    if isinstance(rule, All):
-        return prod(map(num_pieces, rule.parts))
-    return sum(map(num_pieces, rule.parts)) if isinstance(rule, Either) else 1
+    rule = _rule(sympy.to_nnf(truth, simplify=False))
+    if num_pieces(rule) > MOST_PIECES:
+        raise OutsideAlgebra(f"{num_pieces(rule)} alternatives")
+    return rule
 
 
 def _rule(truth: Boolean) -> Rule:
@@ -132,7 +46,7 @@ def _rule(truth: Boolean) -> Rule:
     if QUERY not in truth.free_symbols and _look_ups(truth):
         return Kept(truth)
     if isinstance(truth, sympy.Or):
-        return Either(tuple(map(_rule, sorted(truth.args, key=sympy.default_sort_key))))
+        return _either(sorted(truth.args, key=sympy.default_sort_key))
     if isinstance(truth, sympy.Rel):
         return _relation(truth)
     raise OutsideAlgebra(f"{truth}")
@@ -145,6 +59,15 @@ def _all(parts: Iterable[Rule]) -> Rule:
     flat += [Kept(sympy.And(*kept))] if kept else []
     flat.sort(key=lambda part: _FIRST.index(type(part)))
     return flat[0] if len(flat) == 1 else All(tuple(flat))
+
+
+def _either(disjuncts: Sequence[Boolean]) -> Rule:
+    """Those without keys are one condition, and those of keys alone one truth column."""
+    conditions = [x for x in disjuncts if KEY not in x.free_symbols]
+    columns = [x for x in disjuncts if QUERY not in x.free_symbols and _look_ups(x)]
+    rest = [x for x in disjuncts if x not in conditions and x not in columns]
+    together = [sympy.Or(*group) for group in (conditions, columns) if group]
+    return Either(tuple(map(_rule, (*together, *rest))))
 
 
 def _told_by_equals(conjuncts: Iterable[Boolean]) -> list[Boolean]:
@@ -167,6 +90,12 @@ def _look_ups(expr: Any) -> list[AppliedUndef]:
 
 def _relation(truth: sympy.Rel) -> Rule:
     """A relation between numbers, as ``difference <= 0`` or as two of them."""
+    choice = next(iter(sorted(truth.atoms(sympy.Piecewise), key=sympy.default_sort_key)), None)
+    if choice is not None:
+        (one, condition), (other, _) = choice.args
+        first, second = truth.subs(choice, one), truth.subs(choice, other)
+        either = sympy.Or(sympy.And(condition, first), sympy.And(sympy.Not(condition), second))
+        return _rule(sympy.to_nnf(either, simplify=False))
     difference = sympy.expand(truth.lhs - truth.rhs)
     if isinstance(truth, sympy.Eq | sympy.Ne):
         same = _same(truth)

@@ -77,7 +77,8 @@ def outer_changes(changes: Tensor) -> Tensor:
 
     Between two that follow each other lies one run of equal values, or no two neighbours are equal.
     """
-    return changes & ~torch.nn.functional.pad(changes[:, 2:] & changes[:, :-2], (1, 1))
+    inner = torch.nn.functional.pad(changes[:, 2:] & changes[:, :-2], (1, 1))
+    return changes & ~inner[:, : changes.shape[1]]
 
 
 def cut_at(flags: Tensor) -> Runs:
@@ -120,19 +121,38 @@ def gathered(column: Tensor, places: Tensor) -> Tensor:
     return column.reshape(-1).index_select(0, places.flatten()).view(places.shape)
 
 
-def neighbours(runs: Runs, values: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Where the last run of the same value ends before, and the next one starts behind.
+@dataclass(frozen=True)
+class Equals:
+    """Of runs with equal values, [rows, runs]: the end of the last before, the start of the next.
 
-    ``values`` are those of the runs; both results are [rows, runs], 0 and ``length`` where there is
-    none. None if no value comes again. Reads values on the host.
+    0 and ``length`` where there is none; and the start of the first and the end of the last of all.
     """
-    before, behind = torch.zeros_like(runs.starts), torch.full_like(runs.starts, runs.length)
-    found = False
-    for row, ones in enumerate(values):
-        count = int((runs.starts[row] < runs.length).sum())
-        ranked, order = ones[:count].sort(stable=True)
-        again = (ranked[1:] == ranked[:-1]).nonzero().squeeze(1)
-        earlier, later = order[again], order[again + 1]
-        before[row, later], behind[row, earlier] = runs.ends[row, earlier], runs.starts[row, later]
-        found |= len(again) > 0
-    return (before, behind) if found else None
+
+    before: Tensor
+    behind: Tensor
+    first: Tensor
+    last: Tensor
+
+
+def equals_of(runs: Runs, values: Tensor) -> Equals | None:
+    """``values`` are those of the runs. None if no value comes again. Reads them on the host."""
+    found = Equals(
+        torch.zeros_like(runs.starts), torch.full_like(runs.starts, runs.length),
+        runs.starts.clone(), runs.ends.clone(),
+    )  # fmt: skip
+    again = [_note_equals(runs, row, ones, found) for row, ones in enumerate(values)]
+    return found if any(again) else None
+
+
+def _note_equals(runs: Runs, row: int, values: Tensor, found: Equals) -> bool:
+    starts, ends = runs.starts[row], runs.ends[row]
+    count = int((starts < runs.length).sum())
+    ranked, order = values[:count].sort(stable=True)
+    same = ranked[1:] == ranked[:-1]
+    earlier, later = order[:-1][same], order[1:][same]
+    found.before[row, later], found.behind[row, earlier] = ends[earlier], starts[later]
+    groups = cut_at(torch.nn.functional.pad(~same, (1, 0))[None])
+    number = groups.over(slice(0, count))[0]
+    found.first[row, order] = starts[order[groups.starts[0, number].long()]]
+    found.last[row, order] = ends[order[groups.ends[0, number].long() - 1]]
+    return len(later) > 0

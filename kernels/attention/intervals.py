@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mllm_compile.kernels.attention import algebra
+from mllm_compile.kernels.attention import rules
+from mllm_compile.kernels.attention.algebra import rule_of as stated_rule
 from mllm_compile.kernels.attention.mask import PREDICATES
-from mllm_compile.kernels.attention.per_query import PerQuery
+from mllm_compile.kernels.attention.per_query import PerQuery, Value, apply
 from mllm_compile.kernels.attention.pieces import Pieces
 from mllm_compile.kernels.attention.symbolic import BATCH, OutsideAlgebra, expression
 from mllm_compile.kernels.attention.unions import fit, joined
@@ -24,13 +25,13 @@ MOST = 2
 
 
 @lru_cache(maxsize=4096)
-def _analysed(key: int, kinds: tuple[tuple[Any, torch.dtype], ...]) -> tuple[Any, algebra.Rule]:
+def _analysed(key: int, kinds: tuple[tuple[Any, torch.dtype], ...]) -> tuple[Any, rules.Rule]:
     tensors = [torch.empty((), dtype=dtype).expand(shape) for shape, dtype in kinds]
     truth = expression(PREDICATES[key], tensors)
-    return truth, algebra.rule_of(truth)
+    return truth, stated_rule(truth)
 
 
-def rule_of(key: int, tensors: Sequence[Tensor]) -> algebra.Rule:
+def rule_of(key: int, tensors: Sequence[Tensor]) -> rules.Rule:
     """The rule of a registered predicate. OutsideAlgebra says why there is none."""
     return _analysed(key, _kinds(tensors))[1]
 
@@ -42,7 +43,7 @@ def _kinds(tensors: Sequence[Tensor]) -> tuple[tuple[Any, torch.dtype], ...]:
 def rests_on_values(key: int, tensors: Sequence[Tensor]) -> bool:
     """Whether one interval per query may be too few, or wrong, for some values of the tensors."""
     rule = rule_of(key, tensors)
-    return not (algebra.is_certain(rule) and algebra.num_pieces(rule) == 1)
+    return not (rules.is_certain(rule) and rules.num_pieces(rule) == 1)
 
 
 def intervals_needed(
@@ -59,19 +60,37 @@ def intervals_needed(
 
 
 def _broken(
-    rule: algebra.Rule, tensors: Sequence[Tensor], count: int, sizes: tuple[int, int, int]
+    rule: rules.Rule, tensors: Sequence[Tensor], count: int, sizes: tuple[int, int, int]
 ) -> list[str]:
-    """The conditions that ``count`` intervals per query need and the values do not meet."""
+    """The conditions that ``count`` intervals per query need and the values do not meet.
+
+    Equal values that are not contiguous do no harm where others fill the gaps: where the widest
+    pieces have the same union.
+    """
     if 0 in sizes:
         return []
     device = tensors[0].device if tensors else torch.device("cpu")
     pieces = Pieces(rule, tensors, sizes, device, count, checked=True)
-    conditions = pieces.conditions
-    if len(pieces.found) > count:
-        many = f"queries see more than {count} separate runs of keys"
-        conditions = [*conditions, (many, fit(pieces.found, count, sizes[2]))]
+    broken = _failed(pieces, _conditions(pieces))
+    if not broken or rules.is_certain(rule):
+        return broken
+    widest = Pieces(rule, tensors, sizes, device, count, checked=True, widest=True)
+    edges = (joined(x.found, count, x.keys) for x in (pieces, widest))
+    same = [("", apply(torch.eq, one, other)) for one, other in zip(*edges, strict=True)]
+    return broken if _failed(widest, [*_conditions(widest), *same]) else []
+
+
+def _conditions(pieces: Pieces) -> list[tuple[str, Value]]:
+    if len(pieces.found) <= pieces.count:
+        return pieces.conditions
+    many = f"queries see more than {pieces.count} separate runs of keys"
+    return [*pieces.conditions, (many, fit(pieces.found, pieces.count, pieces.keys))]
+
+
+def _failed(pieces: Pieces, conditions: Sequence[tuple[str, Value]]) -> list[str]:
+    """What is wrong for some query."""
     broken = [why for why, holds in conditions if isinstance(holds, Tensor) and not _all(holds)]
-    left = [condition for condition in conditions if isinstance(condition[1], PerQuery)]
+    left = [(why, holds) for why, holds in conditions if isinstance(holds, PerQuery)]
     for block in pieces.values.blocks() if left else ():
         broken = broken or [why for why, holds in left if not _all(block.of(holds))]
     return broken

@@ -12,14 +12,15 @@ import torch
 from sympy.core.function import AppliedUndef
 from torch import Tensor
 
-from mllm_compile.kernels.attention import algebra
+from mllm_compile.kernels.attention import rules
 from mllm_compile.kernels.attention.columns import (
+    Equals,
     Runs,
     changes_of,
     cut_at,
     descents_of,
+    equals_of,
     gathered,
-    neighbours,
     outer_changes,
 )
 from mllm_compile.kernels.attention.per_query import PerQuery, Value, apply
@@ -33,56 +34,58 @@ class Pieces:
     """Follows a rule over one batch.
 
     ``count`` pieces at most are kept of a truth column. With ``checked``, ``conditions`` are what
-    the result rests on: what would be wrong, and truth values of where it is right.
+    the result rests on: what would be wrong, and truth values of where it is right. ``widest``
+    pieces hold all keys of a value, and what lies between them, and rest the less on values.
     """
 
     def __init__(
         self,
-        rule: algebra.Rule,
+        rule: rules.Rule,
         tensors: Sequence[Tensor],
         sizes: tuple[int, int, int],
         device: torch.device,
         count: int,
         checked: bool = False,
+        widest: bool = False,
     ) -> None:
         self.values = Values(tensors, *sizes, device)
         _, self.queries, self.keys = sizes
-        self.count, self.checked = count, checked
+        self.count, self.checked, self.widest = count, checked, widest
         self.conditions: list[tuple[str, Value]] = []
         self._runs: dict[Any, Runs] = {}
         if device.type == "cpu":
             self.values.cut(_ids_of_queries(rule))
         self.found = self._within(rule, (self.values.number(0), self.values.number(self.keys)))
 
-    def _within(self, rule: algebra.Rule, piece: Piece) -> list[Piece]:
+    def _within(self, rule: rules.Rule, piece: Piece) -> list[Piece]:
         start, end = piece
         match rule:
-            case algebra.Where(condition):
+            case rules.Where(condition):
                 seen = self.values.of(condition)
                 return [(start, apply(torch.where, seen, end, start))]
-            case algebra.Below(bound):
+            case rules.Below(bound):
                 return [(start, _lower(end, self._bound(bound)))]
-            case algebra.From(bound):
+            case rules.From(bound):
                 return [(_higher(start, self._bound(bound)), end)]
-            case algebra.All(parts):
+            case rules.All(parts):
                 pieces = [piece]
                 for part in parts:
                     pieces = [new for old in pieces for new in self._within(part, old)]
                 return pieces
-            case algebra.Either(parts):
+            case rules.Either(parts):
                 return [new for part in parts for new in self._within(part, piece)]
             case _:
                 return self._by_column(rule, piece)
 
-    def _by_column(self, rule: algebra.OnColumns, piece: Piece) -> list[Piece]:
+    def _by_column(self, rule: rules.OnColumns, piece: Piece) -> list[Piece]:
         match rule:
-            case algebra.Same():
+            case rules.Same():
                 return self._same(rule, piece)
-            case algebra.Ordered():
+            case rules.Ordered():
                 return self._ordered(rule, piece)
-            case algebra.Climbing():
+            case rules.Climbing():
                 return self._climbing(rule, piece)
-            case algebra.Kept():
+            case rules.Kept():
                 return self._kept(rule, piece)
 
     def _bound(self, bound: Any) -> Value:
@@ -95,18 +98,25 @@ class Pieces:
 
     # ------------------------------------------------------------ runs of equal values
 
-    def _same(self, rule: algebra.Same, piece: Piece) -> list[Piece]:
+    def _same(self, rule: rules.Same, piece: Piece) -> list[Piece]:
         start, end = piece
         runs = self._runs_of(rule.column)
         _, number = self._compared(rule, piece, runs)
-        if self.checked:
-            self._require_alone(rule, piece, number)
         first, last = _taken(runs.starts, number), _taken(runs.ends, number)
+        if self.checked and (equals := self._equals_of(rule.column)) is not None:
+            before, behind = _taken(equals.before, number), _taken(equals.behind, number)
+            clear = apply(torch.le, before, start), apply(torch.ge, behind, end)
+            if self.widest and not rule.negated:
+                first = apply(torch.where, clear[0], first, _taken(equals.first, number))
+                last = apply(torch.where, clear[1], last, _taken(equals.last, number))
+            else:
+                wrong = f"equal values of {rule.column} are not contiguous"
+                self._require(wrong, piece, apply(torch.logical_and, *clear))
         if rule.negated:
             return [(start, _lower(end, first)), (_higher(start, last), end)]
         return [(_higher(start, first), _lower(end, last))]
 
-    def _ordered(self, rule: algebra.Ordered, piece: Piece) -> list[Piece]:
+    def _ordered(self, rule: rules.Ordered, piece: Piece) -> list[Piece]:
         start, end = piece
         values = self.values.column(rule.column)
         stretches = cut_at(outer_changes(self.values.changes(values)))
@@ -123,7 +133,7 @@ class Pieces:
         return [(start, _lower(end, edge)) if rule.below else (_higher(start, edge), end)]
 
     def _compared(
-        self, rule: algebra.Same | algebra.Ordered, piece: Piece, runs: Runs
+        self, rule: rules.Same | rules.Ordered, piece: Piece, runs: Runs
     ) -> tuple[Value, Value]:
         """The keys that all others are compared with, and which run they lie in."""
         by = rule.at - QUERY
@@ -146,17 +156,11 @@ class Pieces:
             self._runs[column] = cut_at(self.values.changes(self.values.column(column)))
         return self._runs[column]
 
-    def _require_alone(self, rule: algebra.Same, piece: Piece, number: Value) -> None:
-        """The piece must hold no other run of the value of run ``number``."""
-        runs = self._runs_of(rule.column)
-        others = neighbours(runs, runs.first_of(self.values.column(rule.column)))
-        if others is not None:
-            before, behind = (_taken(places, number) for places in others)
-            clear = apply(torch.le, before, piece[0]), apply(torch.ge, behind, piece[1])
-            wrong = f"equal values of {rule.column} are not contiguous"
-            self._require(wrong, piece, apply(torch.logical_and, *clear))
+    def _equals_of(self, column: Any) -> Equals | None:
+        runs = self._runs_of(column)
+        return equals_of(runs, runs.first_of(self.values.column(column)))
 
-    def _require_ascending(self, rule: algebra.Ordered, piece: Piece) -> None:
+    def _require_ascending(self, rule: rules.Ordered, piece: Piece) -> None:
         """Values must not descend anywhere between the keys of the piece and key ``at``."""
         ascents = cut_at(descents_of(self.values.column(rule.column)))
         if ascents.starts.shape[1] > 1:
@@ -167,7 +171,7 @@ class Pieces:
 
     # ------------------------------------------------------------ other columns
 
-    def _climbing(self, rule: algebra.Climbing, piece: Piece) -> list[Piece]:
+    def _climbing(self, rule: rules.Climbing, piece: Piece) -> list[Piece]:
         start, end = piece
         here = apply(lambda x: x.clamp(0, self.keys - 1), start)
         for symbol, column in rule.columns:
@@ -183,7 +187,7 @@ class Pieces:
             del self.values.offsets[symbol]
         return found
 
-    def _kept(self, rule: algebra.Kept, piece: Piece) -> list[Piece]:
+    def _kept(self, rule: rules.Kept, piece: Piece) -> list[Piece]:
         start, end = piece
         runs = self._runs_of(rule.column)
         kept = runs.first_of(self.values.column(rule.column))
@@ -205,17 +209,17 @@ class Pieces:
 
 
 @lru_cache(maxsize=1024)
-def _ids_of_queries(rule: algebra.Rule) -> tuple[AppliedUndef, ...]:
+def _ids_of_queries(rule: rules.Rule) -> tuple[AppliedUndef, ...]:
     """The look-ups at queries that decide which runs of keys they see, or whether they see any.
 
     Those in bounds that climb from key to key do so themselves.
     """
     match rule:
-        case algebra.All(parts) | algebra.Either(parts):
+        case rules.All(parts) | rules.Either(parts):
             found = {x for part in parts for x in _ids_of_queries(part)}
-        case algebra.Where(expr) | algebra.Below(expr) | algebra.From(expr):
+        case rules.Where(expr) | rules.Below(expr) | rules.From(expr):
             found = expr.atoms(AppliedUndef)
-        case algebra.Same(column, at) | algebra.Ordered(column, at):
+        case rules.Same(column, at) | rules.Ordered(column, at):
             found = column.subs(KEY, at).atoms(AppliedUndef)
         case _:
             return ()

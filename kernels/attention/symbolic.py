@@ -5,7 +5,9 @@ operator it uses adds to the expression of its result. A look-up in tensor i is 
 an integer; truth values stored in a tensor are ``t<i>(indices) != 0``.
 """
 
+import math
 from collections.abc import Callable, Sequence
+from operator import mul
 from typing import Any
 
 import sympy
@@ -81,9 +83,12 @@ class _Expressions(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.made[out] = self.look_up(*args)
         elif operator in CONSTANTS:
             return out  # without an expression it is its value
+        elif operator is aten.bitwise_not and out.dtype is not torch.bool:
+            raise OutsideAlgebra("bits of numbers")
         elif operator in RULES:
+            named = {name: _literal(x) for name, x in (kwargs or {}).items()}
             values = [self.of(x) if isinstance(x, Tensor) else _literal(x) for x in args]
-            self.made[out] = RULES[operator](*values, **(kwargs or {}))
+            self.made[out] = RULES[operator](*values, **named)
         elif operator in CASTS and not out.is_floating_point():
             value = self.of(args[0])
             self.made[out] = _truth(value) if out.dtype is torch.bool else value
@@ -111,10 +116,14 @@ class _Expressions(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _literal(value: Any) -> Any:
+    if value is None or isinstance(value, str):
+        return value
     if isinstance(value, bool):
         return sympy.true if value else sympy.false
     if isinstance(value, int):
         return sympy.Integer(value)
+    if isinstance(value, float) and math.isinf(value):
+        return sympy.oo if value > 0 else -sympy.oo
     raise OutsideAlgebra(f"{value!r} among the arguments of an operator")
 
 
@@ -147,10 +156,29 @@ def _logic(function: Callable[..., Any], *, negated: bool = False) -> Callable[.
 
 
 def _same(one: Any, other: Any) -> Any:
-    if _is_truth(one) or _is_truth(other):
-        one, other = _truth(one), _truth(other)
-        return sympy.Or(sympy.And(one, other), sympy.And(sympy.Not(one), sympy.Not(other)))
-    return sympy.Eq(one, other)
+    if not (_is_truth(one) or _is_truth(other)):
+        return sympy.Eq(one, other)
+    (yes, no), (also, neither) = _one_or_zero(one), _one_or_zero(other)
+    return sympy.Or(sympy.And(yes, also), sympy.And(no, neither))
+
+
+def _one_or_zero(value: Any) -> tuple[Boolean, Boolean]:
+    """Whether it is what true is as a number, and what false is."""
+    if _is_truth(value):
+        return value, sympy.Not(value)
+    return sympy.Eq(value, 1), sympy.Eq(value, 0)
+
+
+def _multiplied(one: Any, other: Any) -> Any:
+    return (
+        sympy.And(one, other) if _is_truth(one) and _is_truth(other) else _numbers(mul)(one, other)
+    )
+
+
+def _clamped(value: Any, low: Any = None, high: Any = None, **limits: Any) -> Any:
+    low, high = limits.get("min", low), limits.get("max", high)
+    value = value if low is None else _numbers(sympy.Max)(value, low)
+    return value if high is None else _numbers(sympy.Min)(value, high)
 
 
 def _floor_divided(value: Any, divisor: Any) -> Any:
@@ -160,14 +188,19 @@ def _floor_divided(value: Any, divisor: Any) -> Any:
 
 
 def _divided(value: Any, divisor: Any, rounding_mode: str | None = None) -> Any:
-    if rounding_mode != "floor":
-        raise OutsideAlgebra("a division that does not round down")
-    return _numbers(_floor_divided)(value, divisor)
+    if rounding_mode is None:
+        raise OutsideAlgebra("a division that does not round")
+    divided = _numbers(_floor_divided)
+    if rounding_mode == "floor" or value.is_nonnegative:
+        return divided(value, divisor)
+    return divided(sympy.Max(value, 0), divisor) - divided(sympy.Max(-value, 0), divisor)
 
 
 def _chosen(condition: Any, one: Any, other: Any) -> Any:
+    if not _is_truth(one) and not _is_truth(other):
+        return sympy.Piecewise((one, _truth(condition)), (other, True))
     if not (_is_truth(one) and _is_truth(other)):
-        raise OutsideAlgebra("a choice between numbers")
+        raise OutsideAlgebra("a choice between a number and a truth value")
     return sympy.Or(sympy.And(condition, one), sympy.And(sympy.Not(condition), other))
 
 
@@ -180,11 +213,14 @@ RULES: dict[Any, Callable[..., Any]] = {
     aten.add: _numbers(lambda x, y: x + y),
     aten.sub: _numbers(lambda x, y: x - y),
     aten.rsub: _numbers(lambda x, y: y - x),
-    aten.mul: _numbers(lambda x, y: x * y),
+    aten.mul: _multiplied,
     aten.neg: _numbers(lambda x: -x),
     aten.abs: _numbers(sympy.Abs),
     aten.maximum: _numbers(sympy.Max),
     aten.minimum: _numbers(sympy.Min),
+    aten.clamp: _clamped,
+    aten.clamp_min: _numbers(sympy.Max),
+    aten.clamp_max: _numbers(sympy.Min),
     aten.floor_divide: _numbers(_floor_divided),
     aten.div: _divided,
     aten.remainder: _numbers(lambda x, y: x - y * _floor_divided(x, y)),
@@ -197,6 +233,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     aten.where: _chosen,
     aten.logical_and: lambda x, y: sympy.And(_truth(x), _truth(y)),
     aten.logical_or: lambda x, y: sympy.Or(_truth(x), _truth(y)),
+    aten.logical_xor: lambda x, y: sympy.Xor(_truth(x), _truth(y)),
     aten.logical_not: lambda x: sympy.Not(_truth(x)),
     aten.bitwise_and: _logic(sympy.And),
     aten.bitwise_or: _logic(sympy.Or),

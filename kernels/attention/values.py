@@ -129,6 +129,9 @@ class Values:
             return apply(lambda x: x.div(unit, rounding_mode="floor"), argument)
         if isinstance(expr, sympy.Abs):
             return apply(torch.abs, self.of(expr.args[0]))
+        if isinstance(expr, sympy.Piecewise):
+            (one, condition), (other, _) = expr.args
+            return apply(torch.where, *map(self.of, (condition, one, other)))
         if isinstance(expr, sympy.Not):
             return apply(torch.logical_not, self.of(expr.args[0]))
         return reduce(partial(apply, _FOLDED[expr.func]), map(self.of, expr.args))
