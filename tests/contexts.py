@@ -56,9 +56,9 @@ def decoder(name: str) -> torch.nn.Module:
 
 
 def text(length: int, seed: int = 0) -> Sample:
-    """Words; the first one, which may stand behind padding, is not to be predicted."""
+    """Words; the first one may stand behind padding, and is predicted from there."""
     ids = torch.randint(1, VOCABULARY, (length,), generator=generator(seed))
-    return {"input_ids": ids, "labels": ids.clone().index_fill(0, torch.tensor([0]), -100)}
+    return {"input_ids": ids, "labels": ids.clone()}
 
 
 def documents(*lengths: int, seed: int = 0) -> Sample:

@@ -14,6 +14,7 @@ from mllm_compile.kernels.attention import mask as predicates
 from mllm_compile.kernels.attention.reference import in_intervals
 from mllm_compile.passes.capture.attention import attention_interfaces
 from mllm_compile.passes.capture.attention_sites import TORCH_SDPA, AttentionSites
+from mllm_compile.passes.capture.lift import lifted
 from tests.families import FAMILIES
 from tests.test_families import doubled, loss_of, plain
 
@@ -359,6 +360,66 @@ def test_sinks_and_softcap_as_in_eager_attention():
     want = (scores.softmax(-1)[..., :-1] @ values).transpose(1, 2)
     assert (got - want).abs().max() <= 1e-14
     variables = (q, k, v, sinks)
+    for a, b in zip(
+        torch.autograd.grad(got.square().sum(), variables),
+        torch.autograd.grad(want.square().sum(), variables),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+def through_eager(module, padding, bidirectional, variables, dropout=0.0, softcap=None, dense=None):
+    """What transformers' eager attention does with the mask it makes itself."""
+    from transformers.masking_utils import eager_mask
+    from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
+
+    arguments = mask_arguments(padding, bidirectional)
+    made = eager_mask(**arguments, dtype=torch.float64) if dense is None else dense
+    with lifted(torch.float64):
+        return eager_attention_forward(
+            module, *variables, made, scaling=0.3, dropout=dropout, softcap=softcap
+        )[0]
+
+
+LEFT = SHORT.flip(1)
+NOTHING = SHORT.clone().index_fill_(0, torch.tensor(1), False)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("softcap", [None, 0.9])
+@pytest.mark.parametrize(
+    "padding", [None, FULL, SHORT, LEFT, NOTHING], ids=["none", "full", "short", "left", "nothing"]
+)
+def test_eager_attention_as_in_transformers(causal, bidirectional, softcap, padding):
+    """It knows masks alone; a query that sees nothing sees all keys alike, with gradients."""
+    sites, variables = AttentionSites(), heads()
+    made = sites.make_mask(**mask_arguments(padding, bidirectional), eager=True)
+    got, _ = sites.attend(
+        Module(causal), *variables, made, scaling=0.3, softcap=softcap, eager=True
+    )
+    want = through_eager(Module(causal), padding, bidirectional, variables, softcap=softcap)
+    assert (got - want).abs().max() <= 1e-14
+    for a, b in zip(
+        torch.autograd.grad(got.square().sum(), variables),
+        torch.autograd.grad(want.square().sum(), variables),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+    nothing_seen = padding is NOTHING or (padding is LEFT and not bidirectional)
+    assert ("see no key" in sites.lines[0]) == nothing_seen
+
+
+@pytest.mark.parametrize("rank", [2, 4])
+def test_masks_of_the_models_own_in_eager_attention(rank):
+    """Which keys are real, or numbers to add: of them, too, nothing may be left for a query."""
+    sites, variables = AttentionSites(), heads()
+    lowest = torch.tensor(torch.finfo(torch.float64).min, dtype=torch.float64)
+    numbers = torch.where(NOTHING, 0.0, lowest)[:, None, None, :].expand(2, 1, 6, 6)
+    mask = NOTHING if rank == 2 else numbers
+    got, _ = sites.attend(Module(False), *variables, mask, scaling=0.3, eager=True)
+    want = through_eager(Module(False), None, True, variables, dense=numbers)
+    assert (got - want).abs().max() <= 1e-14
     for a, b in zip(
         torch.autograd.grad(got.square().sum(), variables),
         torch.autograd.grad(want.square().sum(), variables),

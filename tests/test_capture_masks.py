@@ -1,5 +1,7 @@
 """Masks of captured programs: intervals where they hold, guarded; else dense, with a reason."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
@@ -52,6 +54,19 @@ def test_padding_on_either_side_is_one_interval_and_one_program(model):
     for other in (RIGHT, LEFT):
         assert outcome(model, program, other) is Outcome.EXACT
     assert not any("dense" in line for line in program.report.attention)
+
+
+def test_queries_of_eager_attention_that_see_nothing_are_a_program_of_their_own():
+    """The operator gives them zeros, and eager attention the mean of all values."""
+    model = deepcopy(decoder("full")).double()
+    model.set_attn_implementation("eager")
+    lift = torch.float64
+    right, left = (capture(model, given, lift=lift) for given in (RIGHT, LEFT))
+    assert outcome(model, right, RIGHT, lift=lift) is Outcome.EXACT
+    assert outcome(model, right, LEFT, lift=lift) is Outcome.REJECTED
+    for given in (LEFT, RIGHT):
+        assert outcome(model, left, given, lift=lift) is Outcome.EXACT
+    assert [all("see no key" in x for x in p.report.attention) for p in (right, left)] == [0, 1]
 
 
 def test_what_would_be_wrong_is_rejected(model):

@@ -10,6 +10,7 @@ name contains "flash", because transformers then hands packed segments over in o
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,23 +78,27 @@ def _hugging_face(model: nn.Module, sites: AttentionSites) -> Iterator[None]:
         yield
         return
     number = next(_names)
-    packed, plain = f"mllm_flash_{number}", f"mllm_{number}"
+    names = {
+        (flash, eager): f"mllm_{'flash_' * flash}{'eager_' * eager}{number}"
+        for flash in (True, False)
+        for eager in (True, False)
+    }
     registries: Any = (AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping)
-    for name in (packed, plain):
-        AttentionInterface.register(name, sites.attend)
-        AttentionMaskInterface.register(name, sites.make_mask)
+    for (_, eager), name in names.items():
+        AttentionInterface.register(name, partial(sites.attend, eager=eager))
+        AttentionMaskInterface.register(name, partial(sites.make_mask, eager=eager))
     configs = list(_configs(model))
     before = [config._attn_implementation_internal for config in configs]
     try:
         for config, chosen in zip(configs, before, strict=True):
-            name = plain if _refuses_flash(config) else packed
+            name = names[not _refuses_flash(config), chosen == "eager"]
             config._attn_implementation_internal = ImplementationName(name, chosen)
         yield
     finally:
         for config, name in zip(configs, before, strict=True):
             config._attn_implementation_internal = name
         for registry in registries:
-            for name in (packed, plain):
+            for name in names.values():
                 registry.pop(name, None)
 
 

@@ -8,7 +8,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Form:
-    """Terms as in ``kernels/attention/reference.py``; ``sinks`` are one more logit per head."""
+    """Terms as in ``kernels/attention/reference.py``; ``sinks`` are one more logit per head.
+
+    ``blind``: a query may see nothing, and then sees all keys alike, as in ``with_numbers``.
+    """
 
     mask: Tensor | None
     bias: Tensor | None
@@ -17,6 +20,7 @@ class Form:
     softcap: float = 0.0
     dropout: float = 0.0
     sinks: Tensor | None = None
+    blind: bool = False
 
     @staticmethod
     def of(
@@ -43,9 +47,22 @@ class Form:
         bias = position_bias if mask is None else torch.where(mask, position_bias, lowest)
         return replace(self, mask=None, causal=False, bias=bias)
 
+    def with_numbers(self, dtype: torch.dtype) -> "Form":
+        """The mask as eager attention adds it: the lowest number, and not -inf, where it hides.
+
+        It swallows the scores of a query that sees nothing, whose weights then are all equal.
+        """
+        if self.mask is None:
+            return replace(self, blind=True)
+        seen = torch.zeros((), dtype=dtype, device=self.mask.device)
+        bias = torch.where(self.mask, seen, torch.finfo(dtype).min)
+        return replace(self, mask=None, bias=bias, blind=True)
+
     @property
     def needs_plain(self) -> str:
         """Why the operator cannot compute this; "" where it can."""
         if self.dropout:
             return "dropout"
+        if self.blind:
+            return "eager attention, and queries that see no key"
         return "learned bias" if self.bias is not None and self.bias.requires_grad else ""

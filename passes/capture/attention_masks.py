@@ -38,11 +38,15 @@ ALL_KNOWN = Facts()
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """``dense`` [batch, 1, queries, keys], and ``intervals`` for the same; if None, ``reason``."""
+    """``dense`` [batch, 1, queries, keys], and ``intervals`` for the same; if None, ``reason``.
+
+    ``blind`` if a query may see no key, where that was asked for.
+    """
 
     dense: Tensor
     intervals: Tensor | None
     reason: str
+    blind: bool = False
 
 
 def make(
@@ -51,16 +55,42 @@ def make(
     shape: tuple[int, int, int],
     device: torch.device,
     facts: Facts,
+    eager: bool = False,
 ) -> Mask:
-    """The mask of a predicate for (batch, queries, keys); what is not used is dropped later."""
+    """The mask of a predicate for (batch, queries, keys); what is not used is dropped later.
+
+    ``eager`` asks whether a query may see no key.
+    """
     key = predicates.register(rule)
-    dense: Tensor = predicates.mask(tensors, key, *shape, device)
+
+    def dense(given: list[Tensor]) -> Tensor:
+        found: Tensor = predicates.mask(given, key, *shape, device)
+        return found
+
+    def intervals(given: list[Tensor]) -> Tensor:
+        found: Tensor = mask_intervals(given, key, count, *shape, device)
+        return found
+
     try:
         count = _count(tensors, key, shape, facts)
     except OutsideAlgebra as error:
-        return Mask(dense, None, str(error))
-    intervals: Tensor = mask_intervals(tensors, key, count, *shape, device)
-    return Mask(dense, intervals, "")
+        made = dense(tensors)
+        return Mask(made, None, str(error), eager and _blind(dense, made, tensors, facts))
+    made = intervals(tensors)
+    return Mask(dense(tensors), made, "", eager and _blind(intervals, made, tensors, facts))
+
+
+def _blind(
+    make: Callable[[list[Tensor]], Tensor], made: Tensor, tensors: list[Tensor], facts: Facts
+) -> bool:
+    """``blind`` of a mask by the values of its tensors; without any it is of no batch."""
+    try:
+        values = _values(tensors, facts)
+    except OutsideAlgebra:
+        return True
+    with torch.utils._python_dispatch._disable_current_modes():
+        value = make(values)
+    return blind(made, facts if tensors else Facts(), value)
 
 
 def _count(tensors: list[Tensor], key: int, shape: tuple[int, int, int], facts: Facts) -> int:
@@ -73,6 +103,34 @@ def _count(tensors: list[Tensor], key: int, shape: tuple[int, int, int], facts: 
     if tensors:
         facts.hold(mask_fits(tensors, key, count, *shape))
     return count
+
+
+def blind(seen: Tensor, facts: Facts, value: Tensor | None = None) -> bool:
+    """Whether a query may see no key at all; that none does becomes a guard.
+
+    Args:
+        seen: which pairs may attend, boolean or as numbers that are added to scores, [..., keys];
+            or int32 intervals [..., n, 2].
+        facts: of the model that runs.
+        value: of ``seen``, where ``facts`` do not have it.
+
+    """
+    value = facts.value(seen) if value is None else value
+    if value is None or value.is_meta:
+        return True
+    with torch.utils._python_dispatch._disable_current_modes():
+        if not _every_query_sees(value).all():
+            return True
+    facts.hold(_every_query_sees(seen).all())
+    return False
+
+
+def _every_query_sees(seen: Tensor) -> Tensor:
+    if seen.dtype is torch.int32:
+        return (seen[..., 1] > seen[..., 0]).any(-1)
+    if seen.is_floating_point():
+        return seen.amax(-1) > torch.finfo(seen.dtype).min
+    return seen.any(-1)
 
 
 def _values(tensors: Sequence[Tensor], facts: Facts) -> list[Tensor]:

@@ -19,7 +19,7 @@ from mllm_compile.compiler.errors import CaptureError, explain
 from mllm_compile.kernels.attention import mask as predicates
 from mllm_compile.kernels.attention import op, reference
 from mllm_compile.passes.capture.attention_form import Form
-from mllm_compile.passes.capture.attention_masks import ALL_KNOWN, Facts, make
+from mllm_compile.passes.capture.attention_masks import ALL_KNOWN, Facts, blind, make
 
 TORCH_SDPA = torch.nn.functional.scaled_dot_product_attention
 
@@ -30,7 +30,8 @@ class MaskOrigin:
 
     ``intervals`` say the same as the mask; where there are none, ``reason`` says why.
     Where ``droppable`` and no key is padded, transformers passes no mask at all, and the module's
-    own ``is_causal`` decides; ``causal`` says whether the mask itself is a causal one.
+    own ``is_causal`` decides; ``causal`` says whether the mask itself is a causal one. ``blind``
+    if a query may see no key, where eager attention asks.
     """
 
     description: str
@@ -39,6 +40,7 @@ class MaskOrigin:
     padding: Tensor | None = None
     droppable: bool = False
     causal: bool = False
+    blind: bool = False
 
 
 @dataclass
@@ -49,6 +51,7 @@ class AttentionSites:
     lines: list[str] = field(default_factory=list)
     facts: Facts = ALL_KNOWN
     _origins: Any = field(default_factory=WeakIdKeyDictionary)
+    _blind_masks: Any = field(default_factory=WeakIdKeyDictionary)
     _segments: list[tuple[Tensor, Tensor, int, int, Tensor]] = field(default_factory=list)
 
     def make_mask(
@@ -65,17 +68,20 @@ class AttentionSites:
         allow_is_bidirectional_skip: bool = False,
         use_vmap: bool = False,
         device: torch.device | str = "cpu",
+        eager: bool = False,
         **_: Any,
     ) -> Tensor | None:
         """The mask of one kind of layer, [batch, 1, queries, keys]; None where none is needed.
 
-        Arguments as transformers passes them to the functions of ``AttentionMaskInterface``.
+        Arguments as transformers passes them to the functions of ``AttentionMaskInterface``;
+        ``eager`` if the user chose its eager attention, which needs a causal mask always.
         """
         if isinstance(q_offset, Tensor) or isinstance(kv_offset, Tensor):
             raise CaptureError(
                 explain("attention mask", got="a static cache", remedy="pass use_cache=False")
             )
         local = local_size is not None and kv_length >= local_size
+        allow_is_causal_skip = allow_is_causal_skip and not eager
         causal = allow_is_causal_skip and (q_length == 1 or kv_length == q_length)
         droppable = (causal or allow_is_bidirectional_skip) and not local
         if droppable and attention_mask is None:
@@ -87,7 +93,7 @@ class AttentionSites:
         )
         tensors += [] if padding is None else [padding]
         return self._made(
-            rule, tensors, (batch_size, q_length, kv_length), torch.device(device),
+            rule, tensors, (batch_size, q_length, kv_length), torch.device(device), eager,
             padding=padding, droppable=droppable, causal=allow_is_causal_skip,
         )  # fmt: skip
 
@@ -97,11 +103,14 @@ class AttentionSites:
         tensors: list[Tensor],
         shape: tuple[int, int, int],
         device: torch.device,
+        eager: bool = False,
         **dropped: Any,
     ) -> Tensor:
-        made = make(rule, tensors, shape, device, self.facts)
+        made = make(rule, tensors, shape, device, self.facts, eager)
         description = predicates.describe(rule)
-        self._origins[made.dense] = MaskOrigin(description, made.intervals, made.reason, **dropped)
+        self._origins[made.dense] = MaskOrigin(
+            description, made.intervals, made.reason, blind=made.blind, **dropped
+        )
         return made.dense
 
     def segment_mask(self, ends_q: Tensor, ends_k: Tensor, queries: int, keys: int) -> Tensor:
@@ -131,15 +140,17 @@ class AttentionSites:
         s_aux: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         cu_seq_lens_k: Tensor | None = None,
+        eager: bool = False,
         **_: Any,
     ) -> tuple[Tensor, None]:
         """One attention, as transformers calls the functions of ``AttentionInterface``.
 
         Takes [B, H, Q, D] and returns [B, Q, H, E]. ``s_aux`` are attention sinks: one logit per
-        head that takes its share of the softmax and attends to nothing.
+        head that takes its share of the softmax and attends to nothing. ``eager`` attention, if
+        the user chose that, knows masks alone, and adds their numbers.
         """
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        causal = bool(causal) and query.shape[2] > 1
+        causal = bool(causal) and query.shape[2] > 1 and not eager
         mask: Tensor | None
         if attention_mask is None and cu_seq_lens_q is not None:
             ends_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
@@ -149,6 +160,8 @@ class AttentionSites:
             causal = causal and mask is None
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         form = Form.of(mask, causal, scale, softcap or 0.0, dropout, s_aux)
+        if eager and s_aux is None and mask is not None and self._blind(mask):
+            form = form.with_numbers(key.dtype)
         if position_bias is not None:
             form = form.with_position_bias(position_bias, torch.finfo(key.dtype).min)
         where = self.paths.get(id(module), type(module).__name__)
@@ -169,6 +182,14 @@ class AttentionSites:
             and bool(origin.padding.all())
         )
         return None if dropped else mask
+
+    def _blind(self, mask: Tensor) -> bool:
+        """Whether a query may see no key by this mask."""
+        if mask not in self._blind_masks:
+            origin = self._origins.get(mask)
+            known = blind(mask, self.facts) if origin is None else origin.blind
+            self._blind_masks[mask] = known
+        return bool(self._blind_masks[mask])
 
     def attention(
         self, where: str, query: Tensor, key: Tensor, value: Tensor, form: Form
