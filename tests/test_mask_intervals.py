@@ -121,6 +121,12 @@ LAWS = {
     "others": (looked_up(lambda ids, b, q, k: ids[b, q] != ids[b, k], IDS), 2),
     "ordered": (looked_up(lambda ids, b, q, k: ids[b, k] < ids[b, q], IDS), 1),
     "above": (looked_up(lambda ids, b, q, k: ids[b, k] >= ids[b, q], IDS), 1),
+    "same, said twice": (
+        looked_up(
+            lambda ids, b, q, k: (ids[b, q] == ids[b, k]) & (ids[b, k] - ids[b, q] == 0), IDS
+        ),
+        1,
+    ),
     "groups": (looked_up(lambda g, b, q, k: (g[b, q] == g[b, k]) & (g[b, k] >= 0), GROUPS), 1),
     "kept": (looked_up(lambda real, b, q, k: (real[b, k] != 0) & (k <= q), LEFT), 1),
     "climbing": (

@@ -73,7 +73,8 @@ def _either(disjuncts: Sequence[Boolean]) -> Rule:
 def _told_by_equals(conjuncts: Iterable[Boolean]) -> list[Boolean]:
     """Where ``c(k) == c(q)`` is asked for, what else is asked of ``c(k)`` is asked of ``c(q)``."""
     found = sorted(conjuncts, key=sympy.default_sort_key)
-    for place, each in enumerate(found):
+    for place in range(len(found)):
+        each = found[place]  # as those before it have left it: two may not vanish by each other
         same = _same(each) if isinstance(each, sympy.Eq) else None
         if same is not None and isinstance(same.column, AppliedUndef):
             value = same.column.subs(KEY, same.at)
