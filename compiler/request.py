@@ -7,6 +7,7 @@ laws that need the model (do the paths exist?) are checked by the passes.
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from math import inf
 from operator import index
 from pathlib import Path
 from typing import Any, TypeVar
@@ -70,7 +71,7 @@ class ModuleSpec:
             raise RequestError(
                 explain(f"{self.name}: ranks", expected="distinct, >= 0", got=str(self.ranks))
             )
-        if self.trainable not in (None, True, False):
+        if self.trainable is not None and not isinstance(self.trainable, bool):
             raise RequestError(
                 explain(
                     f"{self.name}: trainable", expected="true or false", got=repr(self.trainable)
@@ -127,7 +128,8 @@ class Optimizer:
         for name in ("lr", "weight_decay", "clip_norm"):
             value = getattr(self, name)
             missing = value is None and name == "clip_norm"
-            if not missing and (not isinstance(value, int | float) or value < 0):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not missing and not (number and 0 <= value < inf):
                 raise RequestError(
                     explain(f"[optimizer] {name}", expected="a number >= 0", got=repr(value))
                 )
@@ -153,6 +155,9 @@ class Request:
     def __post_init__(self) -> None:
         if not self.modules:
             raise RequestError("a request needs at least one [[module]]")
+        if not isinstance(self.workload, str):
+            expected = "'package.module:function'"
+            raise RequestError(explain("workload", expected=expected, got=repr(self.workload)))
         if self.dtype not in DTYPES:
             raise RequestError(explain("dtype", expected=f"one of {DTYPES}", got=repr(self.dtype)))
         if self.compile not in ("", "inductor"):

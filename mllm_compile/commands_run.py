@@ -32,6 +32,11 @@ def run(options: Namespace) -> int:
     request = Request.load(options.path, options.overrides)
     if options.resume and not options.checkpoint:
         raise RequestError(explain("--resume", expected="--checkpoint DIR, to resume from"))
+    if options.save_every < 0:
+        got = str(options.save_every)
+        raise RequestError(explain("--save-every", expected="at least 0", got=got))
+    if options.save_every and not options.checkpoint:
+        raise RequestError(explain("--save-every", expected="--checkpoint DIR, to save there"))
     if options.steps < 1:
         raise RequestError(explain("--steps", expected="at least 1", got=str(options.steps)))
     training = Training(

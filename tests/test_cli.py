@@ -314,6 +314,14 @@ def test_wrong_arguments_exit_with_2_in_one_line(arguments, capsys) -> None:
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("every", "message"), [("-1", "at least 0"), ("2", "--checkpoint DIR, to save there")]
+)
+def test_saving_now_and_then_wants_a_number_and_a_place(request_file, capsys, every, message):
+    assert main(["run", "request.toml", "--save-every", every]) == 2
+    assert f"--save-every: expected {message}" in capsys.readouterr().err
+
+
 def shell(*arguments: str, **more) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "mllm_compile", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -85,6 +85,13 @@ def meet(function):
 # Samples picked, moved or numbered by their place in the batch.
 
 
+@apart
+def attention_in_five_dims(model, h, y, ids, lengths):
+    q = h.unflatten(-1, (1, HEADS, -1)).movedim(1, 3)
+    mixed = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    return F.mse_loss(model.out(mixed.movedim(3, 1).flatten(2)), y)
+
+
 @meet
 def first_by_slice(model, h, y, ids, lengths):
     return F.mse_loss(model.out(h[:1]), y[:1])
@@ -748,6 +755,25 @@ def test_statistics_of_a_channel_of_one_sample_are_its_own():
 @pytest.mark.parametrize("size", [1, 2])
 def test_samples_that_stay_apart_split_exactly(name, size):
     assert tried(APART[name], size) == "exact"
+
+
+def dropped(model, h, y, ids, lengths):
+    return F.mse_loss(model.out(F.dropout(h, 0.5)), y)
+
+
+def noisy(model, h, y, ids, lengths):
+    return F.mse_loss(model.out(h + torch.randn_like(h)), y)
+
+
+def dropped_out_of_a_sample(model, h, y, ids, lengths):
+    return F.mse_loss(model.out(F.dropout(h[:1], 0.5) + h), y)
+
+
+@pytest.mark.parametrize("loss", [dropped, noisy])
+def test_random_numbers_belong_to_the_sample_that_they_are_drawn_for(loss):
+    """Nothing else is held against them than that verification finds nothing to compare."""
+    assert "a model without random numbers" in tried(loss)
+    assert "expected 1 each" in tried(dropped_out_of_a_sample)
 
 
 @pytest.mark.parametrize("name", MEET)

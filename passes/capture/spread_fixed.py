@@ -49,6 +49,8 @@ def fixed(node: fx.Node, lookup: Lookup) -> Spread:
     """The spread of a value computed from no batch entry."""
     joined = join([lookup(source) for source in node.all_input_nodes])
     value, kind = value_of(node), packet(node)
+    if kind is aten.bernoulli and packet(node.all_input_nodes[0]) is aten.empty_like:
+        return lookup(*node.all_input_nodes[0].all_input_nodes)  # dropout: one for each element
     if not isinstance(value, torch.Tensor) or kind in EQUAL:
         return joined
     if kind in MOVES or kind in SAME:
