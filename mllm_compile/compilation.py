@@ -240,8 +240,8 @@ def richest(programs: Iterable[Captured]) -> Captured:
 def shown_intervals(
     request: Request, model: nn.Module, batch: Prepared | None
 ) -> dict[str, torch.Tensor]:
-    """What masks allow in a batch, if token splits are planned by it."""
-    if batch is None or all(spec.context_split != "planned" for spec in request.modules):
+    """What masks allow in a batch, if ranks divide its tokens."""
+    if batch is None or all(spec.parallel.context == 1 for spec in request.modules):
         return {}
     buffers = {("buffer", name): buffer for name, buffer in model.named_buffers()}
     return key_intervals(batch.program, {**buffers, **batch.values})

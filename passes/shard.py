@@ -19,6 +19,7 @@ from mllm_compile.compiler.plan import Plan
 from mllm_compile.compiler.sharding import Layouts, Sharding, Strategy
 from mllm_compile.passes.sharding.choices import Choices, Setting
 from mllm_compile.passes.sharding.dataflow import Dataflow, dataflow
+from mllm_compile.passes.sharding.needed import needed_shares
 from mllm_compile.passes.sharding.notes import notes
 from mllm_compile.passes.sharding.policy import factor_classes
 from mllm_compile.passes.sharding.program import solve
@@ -43,7 +44,10 @@ def shard(plan: Plan) -> Plan:
     same = ties(graph)
     for module, own in enumerate(axes):
         flow = dataflow(plan, graph, module)
-        setting = Setting(plan, graph, flow, classes, same, own, own[0]) if own else None
+        setting = None
+        if own:
+            needed = _needed(plan, flow, own)
+            setting = Setting(plan, graph, flow, classes, same, own, own[0], needed=needed)
         taken = _decide(setting, own, fixed_parameters(plan, axes, module)) if setting else []
         sharding = _sharding(flow, own, taken)
         if setting is not None:
@@ -77,6 +81,14 @@ def fixed_parameters(
         elif known:
             fixed[name] = given[known[0], name]
     return fixed
+
+
+def _needed(plan: Plan, flow: Dataflow, axes: tuple[MeshAxis, ...]) -> dict[str, float]:
+    """What attentions of a module fetch along its context axis, if it has one."""
+    axis = next((axis for axis in axes if axis.name == "context"), None)
+    if axis is None:
+        return {}
+    return needed_shares((point.node for point in flow.of("node")), axis, plan.intervals)
 
 
 def _decide(

@@ -67,7 +67,7 @@ def job(name: str, *sizes: tuple[int, int, int, int], shared: bool = False) -> J
     for path, (tensor, context, data, pipeline) in zip(MODULES[name], sizes, strict=True):
         parallel = Parallel(tensor=tensor, context=context, data=data, pipeline=pipeline)
         ranks = tuple(range(first, first + parallel.size))
-        modules.append(ModuleSpec(path, ranks, parallel))
+        modules.append(ModuleSpec(path, ranks, parallel, kv_exchange="gather"))
         first += 0 if shared else parallel.size
     request = Request(tuple(modules), microbatches=2, microbatch_size=4, dtype="float64")
     workload = workload_of(name)

@@ -91,12 +91,13 @@ class Plain(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
-def sharded(program, split="contiguous", given=None, exchange="auto", **sizes):
-    """The plan of a program that is one module, with these sizes of axes."""
+def sharded(program, split="contiguous", given=None, exchange="auto", shown=None, **sizes):
+    """The plan of a program that is one module, with these sizes of axes; ``shown``: intervals."""
     parallel = Parallel(**sizes)
     ranks = tuple(range(parallel.size))
     module = ModuleSpec(("",), ranks, parallel, context_split=split, kv_exchange=exchange)
-    return make_plan(Request((module,), microbatches=4), program, layouts=given, stop_after="shard")
+    request = Request((module,), microbatches=4)
+    return make_plan(request, program, layouts=given, intervals=shown, stop_after="shard")
 
 
 def collectives(plan, axis, module=0):

@@ -57,3 +57,15 @@ def test_every_microbatch_is_exchanged_by_its_own_mask(exchange):
     )
     request = Request((spec,), microbatches=4, microbatch_size=1, dtype="float64")
     assert_passed(verify(request, workload("images", 2, (23,) * 4), in_process=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_ranks_in_processes_of_their_own(exchange):
+    parallel = Parallel(context=2, tensor=2)
+    spec = ModuleSpec(("",), (0, 1, 2, 3), parallel, None, "zigzag", exchange)
+    workload = "tests.gloo_workloads:masked"
+    request = Request(
+        (spec,), microbatches=2, microbatch_size=1, dtype="float64", workload=workload
+    )
+    assert_passed(verify(request))

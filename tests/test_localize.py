@@ -316,6 +316,25 @@ def test_causal_intervals_of_divided_queries_are_held_to_them(step, change, mess
         ranks_hold_what_is_planned(local, stage, plan, 0, places)
 
 
+@pytest.mark.parametrize(
+    ("argument", "value"), [("queries", "0:6|6:8"), ("keys", "0:6|6:8"), ("causal", False)]
+)
+def test_attention_that_fetches_its_keys_is_held_to_its_splits(argument, value):
+    model, batch = double(Decoder(1)), text(8)
+    plan, _ = planned(model, batch, exchange="needed", context=2)
+    plan, places = make_plan(plan.request, plan.captured), {"context": 1}
+    stage = extract(plan, plan.stages[0])
+    local = localize(stage, plan, 0, places)
+    ranks_hold_what_is_planned(local, stage, plan, 0, places)
+    (node,) = local.graph.graph.find_nodes(
+        op="call_function", target=torch.ops.mllm.context_attention.default
+    )
+    names = [item.name for item in node.target._schema.arguments]
+    node.update_arg(names.index(argument), value)
+    with pytest.raises(PlanError, match=f"context_attention.*got {value}"):
+        ranks_hold_what_is_planned(local, stage, plan, 0, places)
+
+
 def test_without_axes_nothing_changes():
     plan, _ = planned(double(Mlp()), {"x": torch.randn(2, 4, 6, dtype=torch.float64)})
     stage = extract(plan, plan.stages[0])

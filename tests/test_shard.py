@@ -3,19 +3,24 @@
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import lru_cache
 
 import pytest
 import torch
 
 from mllm_compile.compiler.graph import Graph
+from mllm_compile.compiler.mesh import MeshAxis
 from mllm_compile.compiler.request import ModuleSpec, Parallel, Request
 from mllm_compile.passes import shard as shard_pass
 from mllm_compile.passes.capture.capture import capture
 from mllm_compile.passes.pipeline import make_plan
+from mllm_compile.passes.sharding.needed import needed_shares
+from mllm_compile.passes.token_split.mask_values import sites
 from tests.sharded import (
     Mixture,
     Plain,
     batch,
+    build,
     collectives,
     decoder,
     flops_per_rank,
@@ -103,6 +108,37 @@ def test_heads_are_divided_where_that_moves_less(kv, ranks, chosen):
     """As many key heads as heads on many ranks: by heads; few key heads: by the keys needed."""
     plan = sharded(decoder(2, **{**LARGE, "kv": kv}), exchange="auto", context=ranks)
     assert {name for name, _ in attention_of(plan)} == {chosen}
+
+
+@lru_cache(maxsize=1)
+def masked():
+    """A large decoder whose captured batch has a mask of intervals, and the node of these."""
+    model = build(1, **{name: value for name, value in LARGE.items() if name != "tokens"})
+    both = {**batch(LARGE["vocabulary"], 4096), "attention_mask": torch.ones(2, 4096).long()}
+    both["attention_mask"][1, 4000:] = 0
+    program = capture(model, both)
+    (name,) = {node.args[3].name for node in sites(program)}
+    return program, name
+
+
+@pytest.mark.parametrize(("documents", "chosen"), [(1, "g"), (64, "s"), (None, "s")])
+def test_the_masks_at_hand_tell_what_needed_keys_cost(documents, chosen):
+    """One text of 4096 tokens needs the keys before it, short documents nearly none."""
+    program, name = masked()
+    shown = None
+    if documents is not None:
+        at = torch.arange(4096, dtype=torch.int32)
+        start = at - at % (4096 // documents)
+        shown = {name: torch.stack([start, at + 1], -1).expand(2, 4096, 2).unsqueeze(2)}
+    plan = sharded(program, shown=shown, context=8)
+    assert {name for name, _ in attention_of(plan)} == {chosen}
+
+
+def test_the_busiest_rank_tells_what_is_fetched():
+    node = next(iter(sites(decoder(1))))
+    for split, share in (("contiguous", 1.0), ("zigzag", 1.0), ("0:15|15:16", 15 / 8)):
+        axis = MeshAxis("context", 2, split)
+        assert needed_shares([node], axis, {}) == {node.name: share}
 
 
 def test_attention_that_cannot_do_as_asked_gathers_and_says_so():

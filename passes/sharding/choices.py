@@ -33,6 +33,7 @@ class Setting:
     """What is known before ``axis`` of ``axes`` is decided: the module, the graph, those before.
 
     ``fixed``: layouts of parameters that are not free any more, by FQN; None for any that is whole.
+    ``needed``: what attentions fetch that fetch keys themselves (passes/sharding/needed.py).
     """
 
     plan: Plan
@@ -44,6 +45,7 @@ class Setting:
     axis: MeshAxis
     earlier: tuple[tuple[MeshAxis, Mapping[str, Strategy]], ...] = ()
     fixed: Mapping[str, Layout | None] = field(default_factory=dict)
+    needed: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def blocks(self) -> int:
@@ -87,9 +89,10 @@ class Choices:
         }
 
     def _tie(self, point: Point) -> Hashable:
-        """Points tie if their nodes do, and ran alike on the axes decided before."""
+        """Points tie if their nodes do, ran alike on the axes decided before, and fetch as much."""
         earlier = tuple(strategy for _, strategy in self.setting.decided(point.name))
-        return point.kind, self.setting.ties[point.node.name], earlier
+        needed = self.setting.needed.get(point.node.name)
+        return point.kind, self.setting.ties[point.node.name], earlier, needed
 
     def conversion(self, point: str, output: int, have: Layout, want: Layout) -> float:
         """Seconds for having a result of a point, made in one layout, in another."""
@@ -116,9 +119,9 @@ class Choices:
             if each.name not in plain or setting.classes.allowed(setting.axis.name, node, each.name)
         )
         other = other_ways(node, factors, setting.axis, found, gradients, setting.blocks)
-        if other and setting.axis.exchange != "auto":
+        if other:  # gathered keys would be kept until the backward, of every layer
             return other
-        divided = (*other, *(each for each in kept if each.name in plain))
+        divided = tuple(each for each in kept if each.name in plain)
         return divided if divided and self._must_split(node) else kept
 
     def _must_split(self, node: fx.Node) -> bool:
@@ -208,7 +211,8 @@ class Choices:
         if kind == "node":
             decided = (*setting.decided(point), (setting.axis, option))
             gradient = node.name in setting.plan.needs_grad
-            return price.work(node, setting.plan.costs[node.name], decided, gradient)
+            needed = setting.needed.get(node.name, 0.0)
+            return price.work(node, setting.plan.costs[node.name], decided, gradient, needed)
         if kind not in ("received", "parameter"):  # readers have no result of their own
             return 0.0
         held = setting.held(point, 0)

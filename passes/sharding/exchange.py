@@ -3,8 +3,9 @@
 *gather*: every rank has all keys and its own queries. *needed*: it fetches the keys that its
 queries see (kernels/attention/context.py), which takes queries and keys divided alike, and no dense
 mask. *heads*: it has all queries and keys of some heads, by all-to-alls before and after, where the
-axis divides the key heads, or those that a tensor axis leaves to a rank. *auto*: whatever costs
-least.
+axis divides the key heads, or those that a tensor axis leaves to a rank. *auto*: the one of these
+two that costs less under the masks at hand; neither keeps keys of other ranks until the backward.
+Attention that cannot do as asked gathers.
 
 Sources: all-gather as in Llama 3 (arXiv 2407.21783), heads as in DeepSpeed Ulysses
 (arXiv 2309.14509).

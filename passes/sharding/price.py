@@ -31,9 +31,6 @@ FLOAT_BYTES = 2
 STATE_BYTES = 32
 """Read and written by an optimizer step per element: gradient, master copy, two moments."""
 
-NEEDED = 0.5
-"""Of the keys that other ranks hold: 0.75 of a causal sequence, 0.1 to 0.25 of packed documents."""
-
 FREE = 1e-9
 """Of a conversion without traffic: fewer conversions win ties."""
 
@@ -88,14 +85,17 @@ def _one_way(have: Layout, want: Layout, size: float, axis: MeshAxis) -> float:
     return FREE
 
 
-def work(node: fx.Node, cost: NodeCost, decided: Decided, gradient: bool) -> float:
+def work(node: fx.Node, cost: NodeCost, decided: Decided, gradient: bool, needed: float) -> float:
     """Seconds of a node, forward and backward, under its strategies on several axes.
 
-    Contractions take their FLOPs, everything else its traffic; views take nothing.
+    Contractions take their FLOPs, everything else its traffic; views take nothing. ``needed``: of
+    the keys that other ranks hold, the part that attention fetches where it fetches them itself.
     """
     if cost.total:
         part = prod(share_of(strategy, axis) for axis, strategy in decided)
-        fetched = sum(_fetched(node, axis, each, decided) for axis, each in decided if each.special)
+        fetched = sum(
+            _fetched(node, axis, each, decided, needed) for axis, each in decided if each.special
+        )
         times = 3 if gradient else 1  # the backward fetches again and returns gradients
         return cost.total * part / FLOPS_PER_SECOND + fetched * times
     if is_view(node):
@@ -111,7 +111,9 @@ def work(node: fx.Node, cost: NodeCost, decided: Decided, gradient: bool) -> flo
     return seconds + sum(3 * LATENCY for _, strategy in decided if _normalizes(strategy))
 
 
-def _fetched(node: fx.Node, axis: MeshAxis, strategy: Strategy, decided: Decided) -> float:
+def _fetched(
+    node: fx.Node, axis: MeshAxis, strategy: Strategy, decided: Decided, needed: float
+) -> float:
     """Seconds in which attention gets at the keys that it needs, in one direction."""
     if strategy.special != EXCHANGE:
         return 0.0
@@ -120,7 +122,7 @@ def _fetched(node: fx.Node, axis: MeshAxis, strategy: Strategy, decided: Decided
         inner = (each.inputs[place] for other, each in decided if other != axis)
         shares = zip(inner, (other for other, _ in decided if other != axis), strict=True)
         size += size_of(operands(node)[place]) * prod(share(x, other) for x, other in shares)
-    return LATENCY + NEEDED * size * (axis.size - 1) / axis.size / LINK_BANDWIDTH
+    return LATENCY + needed * size * (axis.size - 1) / axis.size / LINK_BANDWIDTH
 
 
 def _normalizes(strategy: Strategy) -> bool:
