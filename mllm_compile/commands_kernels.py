@@ -12,7 +12,7 @@ from rich.table import Table
 from mllm_compile.commands_plan import captured, loaded
 from mllm_compile.compiler.errors import RequestError, explain
 from mllm_compile.kernels.attention.gpu.table import TARGETS, largest
-from mllm_compile.kernels.attention.kernel import Site
+from mllm_compile.kernels.attention.site import Site
 from mllm_compile.output import Output, write
 from mllm_compile.passes.lower.emit import KERNELS, site_of
 from mllm_compile.render import new_table
@@ -20,7 +20,7 @@ from mllm_compile.render import new_table
 if TYPE_CHECKING:  # imports triton
     from mllm_compile.kernels.attention.gpu.ahead_of_time import Compiled
 
-BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
+DTYPES = ("float32", "float16", "bfloat16")
 
 
 def kernels(options: Namespace) -> int:
@@ -68,23 +68,24 @@ def _sites(options: Namespace) -> list[Site]:
 
 def _left(site: Site) -> str:
     """Why no Triton kernel computes a site; "" where one does."""
-    if site.dtype not in BITS:
-        return f"{site.dtype} is none of {', '.join(BITS)}"
-    most = largest(BITS[site.dtype])
-    size = max(site.size, site.value_size)
-    return f"head size {size} in {site.dtype} exceeds {most}" if size > most else ""
+    if site.dtype not in DTYPES:
+        return f"{site.dtype} is none of {', '.join(DTYPES)}"
+    most, size = largest(site.bits, site.dense), max(site.size, site.value_size)
+    kind = " with a dense mask, a bias or a cap" * site.dense
+    told = f"head size {size} in {site.dtype}{kind} exceeds {most}"
+    return told if size > most else ""
 
 
 def _view(target: str, done: list["Compiled"]) -> Table:
     table = new_table(
-        target, "kernel", "dtype", "size", "tile", "warps", "stages", "registers", "stack",
+        target, "kernel", "dtype", "size", "kind", "tile", "warps", "stages", "registers", "stack",
         "spills", "shared KiB", "matrix", "TMA", "atomics", "rejected for",
     )  # fmt: skip
     for each in done:
         variant, config, taken = each.variant, each.variant.config, each.resources
         matrix = ", ".join(f"{count} {name}" for name, count in taken.matrix.items() if count)
         cells = (
-            variant.kernel, variant.dtype, variant.spec.size,
+            variant.written, variant.dtype, variant.spec.size, variant.kind,
             f"{config.block_q}x{config.block_k}", config.warps, config.stages, taken.registers,
             taken.stack, taken.spills, f"{taken.shared / 1024:.1f}", matrix,
             taken.descriptor_loads, taken.atomics, "; ".join(each.faults),
@@ -96,7 +97,8 @@ def _view(target: str, done: list["Compiled"]) -> Table:
 def _record(each: "Compiled") -> dict[str, Any]:
     variant, taken = each.variant, each.resources
     return {
-        "kernel": variant.kernel,
+        "kernel": variant.written,
+        "kind": variant.kind,
         "target": variant.target,
         "dtype": variant.dtype,
         "size": variant.spec.size,

@@ -17,6 +17,7 @@ from triton.runtime import interpreter
 from mllm_compile.kernels.attention import reference
 from mllm_compile.kernels.attention.gpu import entry
 from mllm_compile.kernels.attention.gpu.forward import forward_kernel
+from mllm_compile.kernels.attention.gpu.table import Config
 from tests.interval_masks import dense, draw
 
 torch.set_num_threads(1)
@@ -102,7 +103,7 @@ def dense_tensors(mask, bias, batch, heads, queries, keys, g):
 
 def agree(
     kind, queries, keys, heads=2, key_heads=1, size=16, value_size=16, dtype="float32", batch=1,
-    mask="none", bias="none", causal=False, softcap=0.0, repeat=False, strided=False,
+    mask="none", bias="none", causal=False, softcap=0.0, repeat=False, strided=False, tiles=(),
 ):  # fmt: skip
     """Forward, log-sum-exp and gradients are those of the definition; and again the same bits."""
     q, k, v, grad_out, g = inputs(queries, keys, heads, key_heads, size, value_size, dtype, batch)
@@ -113,9 +114,10 @@ def agree(
     pairs = seen if kind is None else dense(intervals, keys)
     pairs = pairs if seen is None or kind is None else pairs & seen
     grad_lse = torch.randn(q.shape[:3], generator=g)
-    options = (seen, added, causal, 0.3, softcap)
+    options = (seen, added, causal, 0.3, softcap, parsed(tiles))
     out, lse, grads = run((q, k, v), (grad_out, grad_lse), intervals, options)
-    want, want_lse, want_grads = expected((q, k, v), (grad_out, grad_lse), pairs, *options[1:])
+    terms = options[1:5]
+    want, want_lse, want_grads = expected((q, k, v), (grad_out, grad_lse), pairs, *terms)
     blind = want_lse == float("-inf")
     assert torch.equal(lse == float("-inf"), blind)
     assert not out.masked_select(blind[..., None]).any()
@@ -129,6 +131,11 @@ def agree(
         assert torch.equal(again[0], out)
         assert torch.equal(again[1], lse)
         assert all(torch.equal(x, y) for x, y in zip(again[2], grads, strict=True))
+
+
+def parsed(tiles):
+    """Configurations to run, by kernel, from their text."""
+    return tuple((kernel, (Config.parse(text),)) for kernel, text in dict(tiles).items())
 
 
 def run(args, grads, intervals, options):

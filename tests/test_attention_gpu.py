@@ -80,6 +80,20 @@ def test_two_runs_are_equal_bit_by_bit(interpreted):
     interpreted("agree", kind="alone", queries=153, keys=153, heads=4, key_heads=2, repeat=True)
 
 
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        {"forward": "32x16w4s2tma", "dq": "64x16w4s2tma", "dkv": "16x64w4s2tmaapart"},
+        {"forward": "64x32w4s1", "dq": "16x32w4s1", "dkv": "32x16w4s1"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tilings_with_descriptors_and_without(interpreted, dtype, tiles):
+    options = {"mask": "padding", "softcap": 2.0, "size": 24, "value_size": 20, "tiles": tiles}
+    interpreted("agree", kind="sink", queries=70, keys=90, dtype=dtype, repeat=True, **options)
+
+
 def test_strided_inputs(interpreted):
     interpreted("agree", kind="packed", queries=40, keys=40, strided=True)
 

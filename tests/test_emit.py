@@ -11,11 +11,11 @@ from mllm_compile.kernels.attention.kernel import (
     BACKWARD,
     FORWARD,
     Kernel,
-    Site,
     backward_of,
     chosen,
     target_of,
 )
+from mllm_compile.kernels.attention.site import Site
 from mllm_compile.passes.lower.differentiate import differentiate
 from mllm_compile.passes.lower.emit import KERNELS, attentions_name_their_kernels, emit, site_of
 from mllm_compile.passes.lower.extract import StageGraph

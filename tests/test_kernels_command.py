@@ -1,16 +1,21 @@
 """Compiling the Triton kernels without a GPU: what they take, what is refused, the command."""
 
 import json
+from collections import defaultdict
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from mllm_compile import cli
 from mllm_compile.kernels.attention.gpu import table
+from mllm_compile.kernels.attention.site import Site
 
 LLAVA = str(Path(__file__).parent.parent / "examples" / "llava.toml")
+
+KINDS = tuple(product((1, 2), (False, True), (False, True), (False, True)))
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None, reason='triton is not installed (pip install "triton>=3.6")'
@@ -25,10 +30,9 @@ def compiler():
 
 
 def variant(compiler, kernel, target, dtype, size, config=None, **kinds):
-    bits = 32 if dtype == "float32" else 16
-    config = config or table.configs(target, kernel, bits, size)[0]
-    spec = compiler.spec_of(config, target, compiler.Site(dtype, size, size, **kinds))
-    return compiler.Variant(kernel, target, dtype, config, spec)
+    site = Site(dtype, size, size, **kinds)
+    config = config or table.configs(kernel, target, site)[0]
+    return compiler.Variant(kernel, target, dtype, config, table.spec_of(config, target, site))
 
 
 @pytest.mark.parametrize("target", table.TARGETS)
@@ -58,38 +62,40 @@ def test_every_fault_has_its_name():
     from mllm_compile.kernels.attention.gpu.resources import Resources
 
     sound = Resources(200, 0, 0, {"HMMA": 0, "HGMMA": 8}, 4, 0, 100 << 10)
-    assert sound.faults("sm90", own_matrix=True, descriptors=True) == []
+
+    def faults(target="sm90", products=True, descriptors=True, **change):
+        taken = replace(sound, **change)
+        return taken.faults(target, products=products, descriptors=descriptors)
+
+    assert faults() == []
     for change, word in (
         ({"stack": 8}, "8 bytes of stack"),
         ({"spills": 3}, "3 spills"),
         ({"shared": 228 << 10}, "228 KiB shared of 227"),
-        ({"matrix": {"HMMA": 8, "HGMMA": 0}}, "no HGMMA"),
+        ({"matrix": {"HMMA": 0, "HGMMA": 0}}, "no HGMMA"),
         ({"descriptor_loads": 0}, "no descriptor load"),
         ({"atomics": 1}, "1 atomics"),
     ):
-        assert replace(sound, **change).faults("sm90", own_matrix=True, descriptors=True) == [word]
-    assert (
-        replace(sound, matrix={"HMMA": 8, "HGMMA": 0}).faults(
-            "sm90", own_matrix=False, descriptors=True
-        )
-        == []
-    )
-    assert replace(sound, matrix={"HMMA": 0}).faults("sm80", own_matrix=True, descriptors=True) == [
-        "no matrix instruction"
-    ]
-    assert (
-        replace(sound, descriptor_loads=0).faults("sm90", own_matrix=True, descriptors=False) == []
-    )
+        assert faults(**change) == [word]
+    assert faults(matrix={"HMMA": 8, "HGMMA": 8}) == ["8 older than HGMMA"]
+    assert faults(matrix={"HMMA": 0}, products=False) == []
+    assert faults("sm80", matrix={"HMMA": 0}) == ["no HMMA"]
+    assert faults("sm80", matrix={"HMMA": 8}) == []
+    assert faults("sm100", matrix={"UTCHMMA": 0, "HMMA": 0}) == ["no UTCHMMA or HMMA"]
+    assert faults(descriptor_loads=0, descriptors=False) == []
 
 
-def test_every_target_and_size_has_configurations():
-    for target in table.TARGETS:
-        for bits, sizes in ((16, (16, 40, 64, 72, 128, 192, 256)), (32, (40, 128))):
-            for size in sizes:
-                for kernel in ("forward", "dq", "dkv"):
-                    configs = table.configs(target, kernel, bits, size)
-                    assert any(not config.descriptors for config in configs), (target, kernel)
-    assert (table.largest(16), table.largest(32)) == (256, 128)
+def test_every_target_size_and_kind_has_configurations():
+    for target, (dtype, sizes), kinds in product(
+        table.TARGETS,
+        {"bfloat16": (16, 40, 64, 72, 128, 192, 256), "float32": (20, 40, 128)}.items(),
+        KINDS,
+    ):
+        for size in sizes:
+            for kernel in ("forward", "dq", "dkv"):
+                configs = table.configs(kernel, target, Site(dtype, size, size, *kinds))
+                assert configs
+                assert {config.descriptors for config in configs} == {target in ("sm90", "sm100")}
 
 
 def test_targets_of_devices():
@@ -171,14 +177,30 @@ def test_a_request_in_float64_has_no_kernels(compiler, capsys):
 
 def test_heads_that_are_too_wide_are_told():
     from mllm_compile.commands_kernels import _left
-    from mllm_compile.kernels.attention.kernel import Site
 
     assert _left(Site("bfloat16", 256, 64)) == ""
     assert _left(Site("bfloat16", 64, 257)) == "head size 257 in bfloat16 exceeds 256"
+    assert _left(Site("float32", 128, 64)) == ""
+    dense = "head size 65 in float32 with a dense mask, a bias or a cap exceeds 64"
+    assert _left(Site("float32", 64, 65, mask=True)) == dense
+    assert _left(Site("float32", 65, 64, softcap=True)) == dense
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", table.TARGETS)
+def test_odd_head_sizes_have_sound_kernels(compiler, target):
+    sites = Site("float32", 20, 24), Site("bfloat16", 80, 72, 2, mask=True), Site("float16", 16, 40)
+    for site in sites:
+        for each in map(compiler.compile_variant, compiler.of_site(target, site)):
+            assert each.faults == [], each.variant.name
 
 
 @pytest.mark.slow
 def test_the_shipped_table_takes_what_it_took(compiler, golden, request):
+    """Of each configuration, over all kinds of sites: none has a fault, and the most that it takes.
+
+    The kinds are one and two intervals, and a dense mask, a bias and a cap by themselves and all.
+    """
     import triton
 
     version = ".".join(triton.__version__.split(".")[:2])
@@ -186,15 +208,27 @@ def test_the_shipped_table_takes_what_it_took(compiler, golden, request):
     updating = request.config.getoption("--update-golden")
     if not updating and not (request.path.parent / "golden" / name).exists():
         pytest.skip(f"no figures of triton {version}; other versions allocate other registers")
-    lines = []
+    taken = defaultdict(list)
     for target in table.TARGETS:
         for each in map(compiler.compile_variant, compiler.shipped(target)):
             assert each.faults == [], each.variant.name
-            taken = each.resources
-            matrix = " ".join(f"{count} {kind}" for kind, count in taken.matrix.items() if count)
-            lines.append(
-                f"{each.variant.name}: {taken.registers} registers, {taken.stack} stack, "
-                f"{taken.spills} spills, {taken.shared} shared, {matrix}, "
-                f"{taken.descriptor_loads} descriptor loads, {taken.atomics} atomics"
-            )
-    golden(name, "\n".join(lines))
+            variant = each.variant
+            row = variant.written, target, variant.dtype, str(variant.spec.size), variant.config
+            taken[row].append(each)
+    golden(name, "\n".join(_line(row, done) for row, done in taken.items()))
+
+
+def _line(row, done):
+    taken = [each.resources for each in done]
+    kinds = ", ".join(each.variant.kind for each in done)
+    matrix = " ".join(name for name in taken[0].matrix if all(x.matrix[name] for x in taken))
+    figures = {
+        "registers": max(x.registers for x in taken),
+        "stack": max(x.stack for x in taken),
+        "spills": max(x.spills for x in taken),
+        "shared": max(x.shared for x in taken),
+        "descriptor loads": max(x.descriptor_loads for x in taken),
+        "atomics": max(x.atomics for x in taken),
+    }
+    figures = ", ".join(f"{count} {what}" for what, count in figures.items())
+    return f"{' '.join(map(str, row))} ({kinds}): {figures}, {matrix or 'no products'}"

@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from mllm_compile.compiler.errors import PlanError, explain
-from mllm_compile.kernels.attention.kernel import BACKWARD, FORWARD, Kernel, Site, chosen
+from mllm_compile.kernels.attention.kernel import BACKWARD, FORWARD, Kernel, chosen
+from mllm_compile.kernels.attention.site import Site
 from mllm_compile.passes.lower.differentiate import Segments
 from mllm_compile.passes.lower.extract import StageGraph
 from mllm_compile.passes.lower.special import filled, schema_of

@@ -5,7 +5,7 @@ rows of dense masks and biases to be contiguous.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from mllm_compile.kernels.attention.gpu.spec import (
     Visible,
 )
 from mllm_compile.kernels.attention.gpu.table import Config
-from mllm_compile.kernels.attention.kernel import Site
+from mllm_compile.kernels.attention.site import Site
 
 KERNELS: dict[str, Any] = {
     "delta": backward.delta_kernel,
@@ -34,6 +34,12 @@ KERNELS: dict[str, Any] = {
     "dkv": backward.dkv_kernel,
 }
 TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+KINDS = (  # intervals, then whether there is a dense mask, a bias, a cap; a bias takes up the mask
+    (1, False, False, False),
+    (2, False, False, False),
+    (2, True, False, True),
+    (2, False, True, True),
+)
 STREAMED = {"key_tiles": "wide", "value_tiles": "value_wide"}
 STREAMED_BY_KEYS = {"query_tiles": "wide", "grad_tiles": "value_wide"}
 
@@ -49,13 +55,25 @@ class Variant:
     spec: Spec
 
     @property
+    def written(self) -> str:
+        """The kernel, or of dk and dv the one that it makes."""
+        if self.spec.dk and self.spec.dv:
+            return self.kernel
+        return "dk" if self.spec.dk else "dv"
+
+    @property
     def name(self) -> str:
         """A name for files: what differs between variants."""
         size = f"{self.spec.size}x{self.spec.value_size}"
-        kinds = [f"i{self.spec.intervals}"]
-        kinds += [kind for kind in ("mask", "bias", "softcap") if getattr(self.spec, kind)]
-        parts = [self.kernel, self.target, self.dtype, size, *kinds, str(self.config)]
-        return "-".join(parts)
+        kind = self.kind.replace("+", "-")
+        return "-".join([self.written, self.target, self.dtype, size, kind, str(self.config)])
+
+    @property
+    def kind(self) -> str:
+        """What masks its scores, and what is done to them, as ``Site.kind``."""
+        spec = self.spec
+        sizes = spec.size, spec.value_size
+        return Site(self.dtype, *sizes, spec.intervals, spec.mask, spec.bias, spec.softcap).kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +86,11 @@ class Compiled:
 
     @property
     def faults(self) -> list[str]:
-        """Why the variant may not be in the table.
-
-        Two cases are left the older matrix instructions: float32, whose three products of tf32 want
-        the registers, and dk with dv at head size 256, two accumulators of 64 rows of it.
-        """
-        variant, spec = self.variant, self.variant.spec
-        big = variant.kernel == "dkv" and max(spec.size, spec.value_size) > 128
+        """Why the variant may not be in the table; delta multiplies no matrices."""
         return self.resources.faults(
-            variant.target,
-            own_matrix=variant.dtype != "float32" and not big,
-            descriptors=variant.config.descriptors,
+            self.variant.target,
+            products=self.variant.kernel != "delta",
+            descriptors=self.variant.config.descriptors,
         )
 
 
@@ -112,6 +124,8 @@ def _types(kernel: Any, variant: Variant) -> dict[str, Any]:
     """The type of every parameter, in the named tuples that it is passed in."""
     spec, dtype = variant.spec, TYPES[variant.dtype]
     rows = Rows("*" + dtype, "i32", "i32", "i32")
+    split = spec.precision == table.IN_PARTS and variant.kernel != "delta"
+    read = Rows("*bf16", "i32", "i32", "i32") if split else rows
     table_ = Table("*i32", "i32")
     dense = {"mask": "*u8", "bias": "*" + dtype}
     held = (kind if getattr(spec, name) else "*i32" for name, kind in dense.items())
@@ -121,11 +135,14 @@ def _types(kernel: Any, variant: Variant) -> dict[str, Any]:
         "sizes": Sizes(*["i32"] * 4),
         "score": Score("fp32", "fp32"),
         "spec": "constexpr",
+        **dict.fromkeys(("q", "k", "v", "grad_out"), read),
         **dict.fromkeys(("lse", "grad_lse", "delta"), "*fp32"),
     }
     for names, count in ((STREAMED, spec.block_k), (STREAMED_BY_KEYS, spec.block_q)):
         for name, wide in names.items():
-            block = f"tensordesc<{dtype}[1, 1, {count}, {getattr(spec, wide)}]>"
+            block = (
+                f"tensordesc<{'bf16' if split else dtype}[1, 1, {count}, {getattr(spec, wide)}]>"
+            )
             known[name] = block if spec.descriptors else None
     return {name: known.get(name, rows) for name in kernel.arg_names}
 
@@ -145,36 +162,22 @@ def _declared(kind: Any) -> Any:
     return kind if isinstance(kind, str) else "constexpr"
 
 
-def shipped(target: str) -> Iterator[Variant]:
-    """Every configuration of the table for a target, for one interval per query."""
-    for (at, bits, size), kernels in table.CONFIGS.items():
-        if at == target:
-            site = Site("float32" if bits == 32 else "bfloat16", size, size)
-            yield from of_site(target, site, kernels)
+def shipped(target: str) -> list[Variant]:
+    """Every configuration of the table for a target, for every kind in which it is chosen."""
+    found: dict[Variant, None] = {}
+    for at, bits, size in table.CONFIGS:
+        for kind in KINDS if at == target else ():
+            site = Site("float32" if bits == 32 else "bfloat16", size, size, *kind)
+            if size <= table.largest(bits, site.dense):
+                found.update(dict.fromkeys(of_site(target, site)))
+    return list(found)
 
 
-def of_site(
-    target: str, site: Site, kernels: Mapping[str, Iterable[Config]] | None = None
-) -> Iterator[Variant]:
+def of_site(target: str, site: Site) -> Iterator[Variant]:
     """All that the table has for an attention site on a target."""
-    bits = 32 if site.dtype == "float32" else 16
+    spec = table.spec_of(table.DELTA, target, Site(*site[:3]))
+    yield Variant("delta", target, site.dtype, table.DELTA, spec)
     for kernel in ("forward", "dq", "dkv"):
-        size = max(site.size, site.value_size)
-        configs = kernels[kernel] if kernels else table.configs(target, kernel, bits, size)
-        for config in configs:
-            yield Variant(kernel, target, site.dtype, config, spec_of(config, target, site))
-
-
-def spec_of(config: Config, target: str, site: Site) -> Spec:
-    """What a kernel is compiled for at a site."""
-    return Spec(
-        config.block_q,
-        config.block_k,
-        site.size,
-        site.value_size,
-        table.wide(site.size),
-        table.wide(site.value_size),
-        *site[3:],
-        descriptors=config.descriptors,
-        precision=table.precision(target, site.dtype),
-    )
+        for config in table.configs(kernel, target, site):
+            for spec in table.specs_of(config, target, site):
+                yield Variant(kernel, target, site.dtype, config, spec)

@@ -8,6 +8,7 @@ With P the weights: dV = Pᵀ dO, dS = P ∘ (dO Vᵀ - delta), delta = rowsum(d
 import triton
 import triton.language as tl
 
+from mllm_compile.kernels.attention.gpu.products import dot, parts, transposed
 from mllm_compile.kernels.attention.gpu.tiles import (
     LOG2E,
     base_of,
@@ -15,15 +16,21 @@ from mllm_compile.kernels.attention.gpu.tiles import (
     hidden,
     key_tile,
     load,
-    partial_tile,
     place_of,
     query_base,
     query_tile,
     row_of,
-    run_of,
     scored,
     store,
     zeros,
+)
+from mllm_compile.kernels.attention.gpu.walk import (
+    full_tile,
+    full_tiles,
+    partial_tile,
+    partial_tiles,
+    run_of,
+    runs_of,
 )
 
 
@@ -67,16 +74,17 @@ def _dq_step(
     start = tile * spec.block_k
     j = (start + tl.arange(0, spec.block_k))[None, :]
     key = key_tile(k, tiles[0], place, start, sizes, spec.size, spec.wide, spec, not PARTIAL)
-    product = tl.dot(query, tl.trans(key), input_precision=spec.precision)
+    product = dot(query, transposed(key, spec), zeros(spec.block_q, spec.block_k), spec)
     scores, unit, slope = scored(product, place, i, j, visible, sizes, score, spec)
     weights = tl.exp2(scores * unit - saved[0])
     weights = hidden(weights, 0.0, place, i, j, bounds, visible, sizes, spec, PARTIAL)
     value = key_tile(
         v, tiles[1], place, start, sizes, spec.value_size, spec.value_wide, spec, not PARTIAL
     )
-    grad_weights = tl.dot(grad_out, tl.trans(value), input_precision=spec.precision)
+    value = transposed(value, spec)
+    grad_weights = dot(grad_out, value, zeros(spec.block_q, spec.block_k), spec)
     grad_scores = weights * (grad_weights - saved[1]) * slope
-    return tl.dot(grad_scores.to(key.dtype), key, grad, input_precision=spec.precision)
+    return dot(parts(grad_scores, key, spec), key, grad, spec)
 
 
 @triton.jit
@@ -92,28 +100,24 @@ def dq_kernel(
     row = start + tl.arange(0, spec.block_q)
     i = row[:, None]
     count = sizes.queries
-    query = load(query_base(q, place), q.row, start, count, spec.block_q, spec.size, spec.wide)
-    above = load(
-        query_base(grad_out, place), grad_out.row, start, count, spec.block_q, spec.value_size,
-        spec.value_wide,
-    )  # fmt: skip
+    query = query_tile(q, None, place, start, sizes, spec.size, spec.wide, spec)
+    above = query_tile(grad_out, None, place, start, sizes, spec.value_size, spec.value_wide, spec)
     high, offset = _saved(lse, delta, place, row, sizes)
     saved = (high[:, None], offset[:, None])
     bounds = bounds_of(visible.intervals, place[0], i, sizes, spec)
     tiles = (key_tiles, value_tiles)
     grad = zeros(spec.block_q, spec.wide)
-    for index in range(spec.intervals):
-        run = run_of(visible.tiles, place[0], block, index, spec)
-        for n in range(run[1] - run[0] + run[3] - run[2]):
-            grad = _dq_step(
-                grad, query, above, saved, k, v, tiles, partial_tile(n, run), place, i, bounds,
-                visible, sizes, score, spec, True,
-            )  # fmt: skip
-        for tile in range(run[1], run[2]):
-            grad = _dq_step(
-                grad, query, above, saved, k, v, tiles, tile, place, i, bounds, visible, sizes,
-                score, spec, False,
-            )  # fmt: skip
+    runs = runs_of(visible.tiles, place[0], block, spec)
+    for n in range(partial_tiles(runs, spec)):
+        grad = _dq_step(
+            grad, query, above, saved, k, v, tiles, partial_tile(n, runs, spec), place, i, bounds,
+            visible, sizes, score, spec, True,
+        )  # fmt: skip
+    for n in range(full_tiles(runs, spec)):
+        grad = _dq_step(
+            grad, query, above, saved, k, v, tiles, full_tile(n, runs, spec), place, i, bounds,
+            visible, sizes, score, spec, False,
+        )  # fmt: skip
     base = query_base(grad_q, place)
     store(base, grad_q.row, start, count, grad * score.scale, spec.size)
 
@@ -151,18 +155,20 @@ def _dkv_step(
         grad_out, grad_tiles, place, start, sizes, spec.value_size, spec.value_wide, spec
     )
     high, offset = _saved(lse, delta, place, row, sizes)
-    product = tl.dot(key, tl.trans(query), input_precision=spec.precision)
+    product = dot(key, transposed(query, spec), zeros(spec.block_k, spec.block_q), spec)
     scores, unit, slope = scored(product, place, i, j, visible, sizes, score, spec)
     weights = tl.exp2(scores * unit - high[None, :])
     bounds = (0, 0, 0, 0)
     if PARTIAL:
         bounds = bounds_of(visible.intervals, batch, i, sizes, spec)
     weights = hidden(weights, 0.0, place, i, j, bounds, visible, sizes, spec, PARTIAL)
-    precision: tl.constexpr = spec.precision
-    grad_value = tl.dot(weights.to(above.dtype), above, grad_value, input_precision=precision)
-    grad_weights = tl.dot(value, tl.trans(above), input_precision=precision)
-    grad_scores = weights * (grad_weights - offset[None, :]) * slope
-    grad_key = tl.dot(grad_scores.to(query.dtype), query, grad_key, input_precision=precision)
+    if spec.dv:
+        grad_value = dot(parts(weights, above, spec), above, grad_value, spec)
+    if spec.dk:
+        above = transposed(above, spec)
+        grad_weights = dot(value, above, zeros(spec.block_k, spec.block_q), spec)
+        grad_scores = weights * (grad_weights - offset[None, :]) * slope
+        grad_key = dot(parts(grad_scores, query, spec), query, grad_key, spec)
     return grad_key, grad_value
 
 
@@ -214,17 +220,18 @@ def dkv_kernel(
     start = tile * spec.block_k
     count = sizes.keys
     j = start + tl.arange(0, spec.block_k)[:, None]
-    key = load(base_of(k, batch, key_head), k.row, start, count, spec.block_k, spec.size, spec.wide)
-    value = load(
-        base_of(v, batch, key_head), v.row, start, count, spec.block_k, spec.value_size,
-        spec.value_wide,
-    )  # fmt: skip
+    place = (batch, 0, key_head)
+    key = key_tile(k, None, place, start, sizes, spec.size, spec.wide, spec, False)
+    value = key_tile(v, None, place, start, sizes, spec.value_size, spec.value_wide, spec, False)
     inputs = (q, query_tiles, grad_out, grad_tiles, lse, delta)
     state = (zeros(spec.block_k, spec.wide), zeros(spec.block_k, spec.value_wide))
     for KIND in tl.static_range(1, 3):  # in part, then in full
         state = _dkv_runs(
             state, key, value, inputs, tile, batch, key_head, j, visible, sizes, score, spec, KIND
         )
-    grad_key = state[0] * score.scale
-    store(base_of(grad_k, batch, key_head), grad_k.row, start, count, grad_key, spec.size)
-    store(base_of(grad_v, batch, key_head), grad_v.row, start, count, state[1], spec.value_size)
+    if spec.dk:
+        grad_key = state[0] * score.scale
+        store(base_of(grad_k, batch, key_head), grad_k.row, start, count, grad_key, spec.size)
+    if spec.dv:
+        base = base_of(grad_v, batch, key_head)
+        store(base, grad_v.row, start, count, state[1], spec.value_size)

@@ -6,21 +6,23 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from mllm_compile.kernels.attention.gpu import table
+from mllm_compile.kernels.attention.gpu.operands import readable, split
 from mllm_compile.kernels.attention.gpu.spec import (
     Score,
     Sizes,
-    Spec,
     Visible,
     pairs_of,
     table_of,
 )
-from mllm_compile.kernels.attention.gpu.table import Config, wide
+from mllm_compile.kernels.attention.gpu.table import Config
 from mllm_compile.kernels.attention.shared_runs import bounds_of, tiles_of
+from mllm_compile.kernels.attention.site import Site
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Inputs, with dense last dims, and who sees whom: ``intervals`` [B|1, Q, n, 2] always.
+    """Inputs and who sees whom: ``intervals`` [B|1, Q, n, 2] always.
 
     ``tiles`` are the configurations to try for a kernel, if not the table's.
     """
@@ -32,30 +34,27 @@ class Call:
     mask: Tensor | None
     bias: Tensor | None
     score: Score
+    target: str
     tiles: Mapping[str, tuple[Config, ...]] = field(default_factory=dict)
+
+    @property
+    def site(self) -> Site:
+        """What its kernels are compiled for."""
+        return Site.of(self.q, self.v, self.intervals, self.mask, self.bias, self.score.softcap)
 
     @property
     def sizes(self) -> Sizes:
         """Heads and lengths."""
         return Sizes(self.q.shape[1], self.k.shape[1], self.q.shape[2], self.k.shape[2])
 
-    def spec(self, config: Config, precision: str) -> Spec:
-        """What a kernel cut like ``config`` is compiled for."""
-        size, value_size = self.q.shape[3], self.v.shape[3]
-        return Spec(
-            config.block_q,
-            config.block_k,
-            size,
-            value_size,
-            wide(size),
-            wide(value_size),
-            self.intervals.shape[2],
-            self.mask is not None,
-            self.bias is not None,
-            self.score.softcap != 0.0,
-            config.descriptors,
-            precision,
-        )
+    def read(self, x: Tensor) -> Tensor:
+        """``x`` [B, H, S, D] as the kernels multiply it."""
+        in_parts = table.precision(self.target, self.site.dtype) == table.IN_PARTS
+        return split(x) if in_parts else readable(x)
+
+    def configs(self, kernel: str) -> tuple[Config, ...]:
+        """What to try for a kernel."""
+        return self.tiles.get(kernel) or table.configs(kernel, self.target, self.site)
 
     def visible(self, config: Config, by_keys: bool) -> Visible:
         """The masks as arguments, with the runs of the tiles of ``config``."""
@@ -74,9 +73,3 @@ class Call:
             pairs_of(mask, shape, intervals),
             pairs_of(self.bias, shape, intervals),
         )
-
-
-def streams(x: Tensor) -> bool:
-    """Whether a tensor descriptor can read ``x``: heads and rows start at multiples of 16 bytes."""
-    starts = [x.data_ptr(), *(step * x.element_size() for step in x.stride()[:3])]
-    return all(start % 16 == 0 for start in starts) and min(x.stride()[:3]) > 0

@@ -20,16 +20,27 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def computes(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float = 0.0,
 ) -> bool:
     """Whether the kernels compute this call; the definition does where they do not.
 
-    Left to it: float64, heads larger than the table's (256, in float32 128), scales of 0 or below,
-    empty inputs, a dense mask or bias of 2**31 elements a head.
+    Left to it: float64, heads larger than the table's (256, in float32 128, and 64 with a dense
+    mask, a bias or a cap), scales of 0 or below, empty inputs, a dense mask or bias of 2**31
+    elements a head.
     """
-    if q.dtype not in DTYPES or max(q.shape[3], v.shape[3]) > largest(q.element_size() * 8):
+    dense = [x for x in (mask, bias) if x is not None]
+    if q.dtype not in DTYPES:
         return False
-    fits = all(_reach(x) < 2**31 for x in (mask, bias) if x is not None)
+    most = largest(q.element_size() * 8, bool(dense) or softcap != 0.0)
+    fits = max(q.shape[3], v.shape[3]) <= most
+    reaches = [_reach(x) for x in dense] + [q.shape[2] * k.shape[2]] * (len(dense) == 2)
+    fits = fits and all(reach < 2**31 for reach in reaches)
     return fits and scale > 0.0 and min(q.numel(), k.numel(), v.numel()) > 0
 
 
@@ -46,10 +57,6 @@ def _reach(x: Tensor) -> int:
     return sum((count - 1) * step for count, step in zip(x.shape[2:], x.stride()[2:], strict=True))
 
 
-def _dense(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _call(
     q: Tensor,
     k: Tensor,
@@ -63,10 +70,14 @@ def _call(
     tiles: Tiles,
 ) -> Call:
     _check_triton(q.device)
+    from mllm_compile.kernels.attention.gpu.launch import target_of
+
+    if mask is not None and bias is not None:  # registers hold the addresses of one
+        bias = torch.where(mask, bias, bias.new_tensor(float("-inf")))
+        mask = None
     seen = visible(intervals, q.shape[2], k.shape[2], causal, q.device)
-    return Call(
-        _dense(q), _dense(k), _dense(v), seen, mask, bias, Score(scale, softcap), dict(tiles)
-    )
+    score, target = Score(scale, softcap), target_of(q.device)
+    return Call(q, k, v, seen, mask, bias, score, target, dict(tiles))
 
 
 def attention(
@@ -114,8 +125,7 @@ def attention_backward(
 
     call = _call(q, k, v, intervals, mask, bias, causal, scale, softcap, tiles)
     grad_q, grad_k, grad_v = (empty_by_token(x, x.shape[3], dtype) for x in (q, k, v))
-    grad_out, lse = _dense(grad_out), lse.contiguous()
-    delta = launch.delta(call, _dense(out), grad_out, lse, grad_lse)
-    launch.dq(call, grad_out, grad_q, lse, delta)
-    launch.dkv(call, grad_out, grad_k, grad_v, lse, delta)
+    lse = lse.contiguous()
+    delta = launch.delta(call, out, grad_out, lse, grad_lse)
+    launch.backward(call, grad_out, (grad_q, grad_k, grad_v), lse, delta)
     return grad_q, grad_k, grad_v

@@ -4,20 +4,26 @@
 import triton
 import triton.language as tl
 
+from mllm_compile.kernels.attention.gpu.products import dot, parts, transposed
 from mllm_compile.kernels.attention.gpu.tiles import (
     LOG2E,
     bounds_of,
     hidden,
     key_tile,
-    load,
-    partial_tile,
     place_of,
     query_base,
+    query_tile,
     row_of,
-    run_of,
     scored,
     store,
     zeros,
+)
+from mllm_compile.kernels.attention.gpu.walk import (
+    full_tile,
+    full_tiles,
+    partial_tile,
+    partial_tiles,
+    runs_of,
 )
 
 
@@ -31,7 +37,7 @@ def _step(
     start = tile * spec.block_k
     j = (start + tl.arange(0, spec.block_k))[None, :]
     key = key_tile(k, tiles[0], place, start, sizes, spec.size, spec.wide, spec, not PARTIAL)
-    product = tl.dot(query, tl.trans(key), input_precision=spec.precision)
+    product = dot(query, transposed(key, spec), zeros(spec.block_q, spec.block_k), spec)
     scores, unit, _ = scored(product, place, i, j, visible, sizes, score, spec)
     low = float("-inf")
     scores = hidden(scores, low, place, i, j, bounds, visible, sizes, spec, PARTIAL)
@@ -45,8 +51,8 @@ def _step(
         v, tiles[1], place, start, sizes, spec.value_size, spec.value_wide, spec, not PARTIAL
     )
     out = out * kept[:, None]
-    out = tl.dot(weights.to(value.dtype), value, out, input_precision=spec.precision)
-    return out, total * kept + tl.sum(weights, 1), higher
+    total = total * kept + tl.sum(weights, 1)
+    return dot(parts(weights, value, spec), value, out, spec), total, higher
 
 
 @triton.jit
@@ -60,9 +66,7 @@ def forward_kernel(
     start = block * spec.block_q
     row = start + tl.arange(0, spec.block_q)
     i = row[:, None]
-    query = load(
-        query_base(q, place), q.row, start, sizes.queries, spec.block_q, spec.size, spec.wide
-    )
+    query = query_tile(q, None, place, start, sizes, spec.size, spec.wide, spec)
     bounds = bounds_of(visible.intervals, place[0], i, sizes, spec)
     tiles = (key_tiles, value_tiles)
     state = (
@@ -70,18 +74,17 @@ def forward_kernel(
         (row * 0).to(tl.float32),
         tl.where(row < 0, 0.0, float("-inf")),
     )
-    for index in range(spec.intervals):
-        run = run_of(visible.tiles, place[0], block, index, spec)
-        for n in range(run[1] - run[0] + run[3] - run[2]):
-            state = _step(
-                state, query, k, v, tiles, partial_tile(n, run), place, i, bounds, visible,
-                sizes, score, spec, True,
-            )  # fmt: skip
-        for tile in range(run[1], run[2]):
-            state = _step(
-                state, query, k, v, tiles, tile, place, i, bounds, visible, sizes, score,
-                spec, False,
-            )  # fmt: skip
+    runs = runs_of(visible.tiles, place[0], block, spec)
+    for n in range(partial_tiles(runs, spec)):
+        state = _step(
+            state, query, k, v, tiles, partial_tile(n, runs, spec), place, i, bounds, visible,
+            sizes, score, spec, True,
+        )  # fmt: skip
+    for n in range(full_tiles(runs, spec)):
+        state = _step(
+            state, query, k, v, tiles, full_tile(n, runs, spec), place, i, bounds, visible, sizes,
+            score, spec, False,
+        )  # fmt: skip
     value, total, highest = state
     blind = total == 0.0
     value = value / tl.where(blind, 1.0, total)[:, None]

@@ -1,10 +1,10 @@
 """Launches of the Triton kernels, and which configuration of the table each one takes.
 
-The first launch of its kind on a device measures the table's configurations and keeps the fastest.
+The first launch of its kind on a device measures the table's configurations and keeps the fastest
+of those that the compiler fitted into registers and the device into its memory.
 """
 
-import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,12 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mllm_compile.kernels.attention.gpu import backward, table
-from mllm_compile.kernels.attention.gpu.call import Call, streams
+from mllm_compile.kernels.attention.gpu import backward as kernels
+from mllm_compile.kernels.attention.gpu import table
+from mllm_compile.kernels.attention.gpu.call import Call
 from mllm_compile.kernels.attention.gpu.forward import forward_kernel
-from mllm_compile.kernels.attention.gpu.spec import rows_of
+from mllm_compile.kernels.attention.gpu.operands import readable
+from mllm_compile.kernels.attention.gpu.spec import rows_of, wide
 from mllm_compile.kernels.attention.gpu.table import Config
 
 _FASTEST: dict[Hashable, Config] = {}
@@ -24,7 +26,8 @@ _FASTEST: dict[Hashable, Config] = {}
 
 def forward(call: Call, out: Tensor, lse: Tensor) -> None:
     """Fill out [B, H, Q, E] and lse [B, H, Q]."""
-    Launch("forward", forward_kernel, call, (call.k, call.v), (rows_of(out), lse)).run()
+    q, k, v = map(call.read, (call.q, call.k, call.v))
+    Launch("forward", forward_kernel, call, (q, k, v), (k, v), (rows_of(out), lse)).run()
 
 
 def delta(
@@ -33,31 +36,29 @@ def delta(
     """rowsum(dO ∘ O) - dlse, [B, H, Q]; 0 where a query sees nothing."""
     result = torch.empty_like(lse)
     programs = -(-call.sizes.queries // table.DELTA.block_q) * call.sizes.heads * out.shape[0]
-    backward.delta_kernel[(programs,)](
-        rows_of(out),
-        rows_of(grad_out),
+    kernels.delta_kernel[(programs,)](
+        rows_of(readable(out)),
+        rows_of(readable(grad_out)),
         lse,
         None if grad_lse is None else grad_lse.contiguous(),
         result,
         call.sizes,
-        call.spec(table.DELTA, "ieee"),
+        table.spec_of(table.DELTA, call.target, call.site),
         num_warps=table.DELTA.warps,
     )
     return result
 
 
-def dq(call: Call, grad_out: Tensor, grad_q: Tensor, lse: Tensor, delta: Tensor) -> None:
-    """Fill grad_q [B, H, Q, D]."""
-    written = (rows_of(grad_out), rows_of(grad_q), lse, delta)
-    Launch("dq", backward.dq_kernel, call, (call.k, call.v), written).run()
-
-
-def dkv(
-    call: Call, grad_out: Tensor, grad_k: Tensor, grad_v: Tensor, lse: Tensor, delta: Tensor
+def backward(
+    call: Call, grad_out: Tensor, grads: tuple[Tensor, Tensor, Tensor], lse: Tensor, delta: Tensor
 ) -> None:
-    """Fill grad_k [B, G, K, D] and grad_v [B, G, K, E]."""
-    written = (rows_of(grad_out), rows_of(grad_k), rows_of(grad_v), lse, delta)
-    Launch("dkv", backward.dkv_kernel, call, (call.q, grad_out), written).run()
+    """Fill the gradients of q, k and v, each shaped like its input."""
+    q, k, v, above = map(call.read, (call.q, call.k, call.v, grad_out))
+    grad_q, grad_k, grad_v = map(rows_of, grads)
+    made = rows_of(above), grad_q, lse, delta
+    Launch("dq", kernels.dq_kernel, call, (q, k, v), (k, v), made).run()
+    written = rows_of(above), grad_k, grad_v, lse, delta
+    Launch("dkv", kernels.dkv_kernel, call, (q, k, v), (q, above), written).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +71,16 @@ class Launch:
     name: str
     kernel: Any
     call: Call
+    inputs: tuple[Tensor, Tensor, Tensor]
     streamed: tuple[Tensor, Tensor]
     tensors: tuple[Any, ...]
 
     def run(self) -> None:
-        """Launch in the fastest configuration of the table."""
-        target = _target(self.call.q.device)
-        bits = self.call.q.element_size() * 8
-        size = max(self.call.q.shape[3], self.call.v.shape[3])
-        configs = self.call.tiles.get(self.name) or table.configs(target, self.name, bits, size)
-        if not all(map(streams, self.streamed)):
-            configs = tuple(config for config in configs if not config.descriptors)
-        self.with_config(self._fastest(target, configs))
+        """Launch in the fastest configuration of those to try."""
+        list(self.with_config(self._fastest(self.call.configs(self.name))))
 
-    def with_config(self, config: Config) -> None:
-        """Launch in this configuration."""
+    def with_config(self, config: Config) -> Iterator[Any]:
+        """Launch in this configuration, in one part or more, each of which is given compiled."""
         call, sizes, by_keys = self.call, self.call.sizes, self.name == "dkv"
         length, block, heads = (
             (sizes.keys, config.block_k, sizes.key_heads)
@@ -92,50 +88,71 @@ class Launch:
             else (sizes.queries, config.block_q, sizes.heads)
         )
         programs = -(-length // block) * heads * call.q.shape[0]
-        dtype = str(call.q.dtype).removeprefix("torch.")
-        self.kernel[(programs,)](
-            *map(rows_of, (call.q, call.k, call.v)),
+        arguments = (
+            *map(rows_of, self.inputs),
             *(self._descriptor(x, config) for x in self.streamed),
             *self.tensors,
             call.visible(config, by_keys),
             sizes,
             call.score,
-            call.spec(config, table.precision(_target(call.q.device), dtype)),
-            num_warps=config.warps,
-            num_stages=config.stages,
-            enable_fp_fusion=True,
         )
+        for spec in table.specs_of(config, call.target, call.site):
+            yield self.kernel[(programs,)](
+                *arguments,
+                spec,
+                num_warps=config.warps,
+                num_stages=config.stages,
+                enable_fp_fusion=True,
+            )
 
     def _descriptor(self, x: Tensor, config: Config) -> TensorDescriptor | None:
         if not config.descriptors:
             return None
         rows = config.block_q if self.name == "dkv" else config.block_k
-        block = [1, 1, rows, table.wide(x.shape[3])]
+        block = [1, 1, rows, wide(x.shape[3])]
         return TensorDescriptor(x, list(x.shape), list(x.stride()), block)
 
-    def _fastest(self, target: str, configs: tuple[Config, ...]) -> Config:
-        """The configuration that measures fastest; in the interpreter nothing is measured."""
-        if len(configs) == 1 or target == table.INTERPRETER:
+    def _fastest(self, configs: tuple[Config, ...]) -> Config:
+        """The fastest sound configuration; in the interpreter nothing is compiled or measured."""
+        if self.call.target == table.INTERPRETER:
             return configs[0]
         lengths = (self.call.sizes.queries.bit_length(), self.call.sizes.keys.bit_length())
-        spec = self.call.spec(Config(0, 0), "")
-        key = (self.name, target, self.call.q.dtype, spec, lengths, configs)
+        key = (self.name, self.call.target, self.call.site, lengths, configs)
         if key not in _FASTEST:
-            _FASTEST[key] = min(configs, key=self._time)
+            sound = self._sound(configs)
+            _FASTEST[key] = sound[0] if len(sound) == 1 else min(sound, key=self._time)
         return _FASTEST[key]
 
-    def _time(self, config: Config) -> float:
-        """Median milliseconds; infinity where the device has not the resources."""
-        try:
-            measured = triton.testing.do_bench(
-                lambda: self.with_config(config), warmup=10, rep=50, return_mode="median"
+    def _sound(self, configs: tuple[Config, ...]) -> tuple[Config, ...]:
+        """Those without faults; RuntimeError where there is none."""
+        faults = {config: self._fault(config) for config in configs}
+        sound = tuple(config for config, fault in faults.items() if not fault)
+        if not sound:
+            told = "; ".join(f"{config}: {fault}" for config, fault in faults.items())
+            raise RuntimeError(
+                f"attention: {self.name} for {self.call.site} on {self.call.target} has no sound "
+                f"configuration under triton {triton.__version__} ({told}); install the version "
+                "of triton that `mllm-compile kernels` finds no fault with"
             )
-        except triton.runtime.errors.OutOfResources:
-            return math.inf
+        return sound
+
+    def _fault(self, config: Config) -> str:
+        """What the compiled kernel or the device has against a configuration; "" for nothing."""
+        try:
+            spills = [done.n_spills for done in self.with_config(config)]
+        except triton.runtime.errors.OutOfResources as error:
+            return str(error)
+        return f"{max(spills)} spilled registers" if any(spills) else ""
+
+    def _time(self, config: Config) -> float:
+        """Median milliseconds."""
+        measured = triton.testing.do_bench(
+            lambda: list(self.with_config(config)), warmup=10, rep=50, return_mode="median"
+        )
         return float(measured)
 
 
-def _target(device: torch.device) -> str:
+def target_of(device: torch.device) -> str:
     """The table's name of a device's architecture; the interpreter's on a CPU."""
     if device.type == "cpu":
         return table.INTERPRETER

@@ -10,7 +10,12 @@ import triton
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_LIMIT = {"sm80": 163, "sm90": 227, "sm100": 227, "gfx942": 64}  # KiB a program may have
-MATRIX = {"sm90": "HGMMA", "sm100": "UTCHMMA"}  # what products must be made by where it fits
+MATRIX = {  # what may make the products
+    "sm80": ("HMMA",),
+    "sm90": ("HGMMA",),
+    "sm100": ("UTCHMMA", "HMMA"),
+    "gfx942": ("MFMA",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +34,21 @@ class Resources:
         """The same, with the bytes of shared memory that a launch must ask for."""
         return replace(self, shared=shared)
 
-    def faults(self, target: str, *, own_matrix: bool, descriptors: bool) -> list[str]:
+    def faults(self, target: str, *, products: bool, descriptors: bool) -> list[str]:
         """Why a kernel may not be in the table, in words.
 
-        With ``own_matrix`` its products must be made by the target's own matrix instructions, with
+        With ``products`` it must have them, all made by instructions of ``MATRIX``, with
         ``descriptors`` its tiles loaded by descriptors.
         """
-        limit = SHARED_LIMIT[target]
-        wanted = MATRIX.get(target) if own_matrix else None
-        matrix = self.matrix[wanted] if wanted else sum(self.matrix.values())
+        limit, wanted = SHARED_LIMIT[target], MATRIX[target]
+        made = sum(self.matrix.get(name, 0) for name in wanted)
+        other = sum(self.matrix.values()) - made
         checks = {
             f"{self.stack} bytes of stack": self.stack > 0,
             f"{self.spills} spills": self.spills > 0,
             f"{self.shared / 1024:.0f} KiB shared of {limit}": self.shared > limit * 1024,
-            f"no {wanted or 'matrix instruction'}": not matrix,
+            f"no {' or '.join(wanted)}": products and not made,
+            f"{other} older than {' or '.join(wanted)}": other > 0,
             "no descriptor load": descriptors and not self.descriptor_loads,
             f"{self.atomics} atomics": self.atomics > 0,
         }

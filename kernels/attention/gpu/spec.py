@@ -70,7 +70,9 @@ class Spec(NamedTuple):
 
     ``size`` and ``value_size`` are the last dims of q and v, ``wide`` and ``value_wide`` the powers
     of two that hold them. ``intervals`` is 1 or 2; ``mask``, ``bias`` and ``softcap`` say whether
-    there is one. ``descriptors`` loads keys and values by tensor descriptors (TMA).
+    there is one. ``descriptors`` loads what is streamed by tensor descriptors (TMA). In the
+    ``precision`` bf16x6 inputs are ``operands.split``, and six products of their parts count.
+    ``dk`` and ``dv`` say which of the two their kernel makes.
     """
 
     block_q: int
@@ -85,6 +87,13 @@ class Spec(NamedTuple):
     softcap: bool = False
     descriptors: bool = False
     precision: str = "ieee"
+    dk: bool = True
+    dv: bool = True
+
+
+def wide(size: int) -> int:
+    """The least power of two that holds a head size and that a tensor core can take."""
+    return max(16, 1 << (size - 1).bit_length())
 
 
 def rows_of(x: Tensor) -> Rows:

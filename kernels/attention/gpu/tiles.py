@@ -80,18 +80,44 @@ def store(base, stride, start, count, value, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _tile(
+    x, tiles, batch, head, start, count, ROWS: tl.constexpr, SIZE: tl.constexpr,
+    WIDE: tl.constexpr, INSIDE: tl.constexpr,
+):  # fmt: skip
+    if tiles is not None:  # a descriptor puts zeros outside by itself
+        return tiles.load([batch, head, start, 0]).reshape(ROWS, WIDE)
+    elif INSIDE:
+        return load_inside(base_of(x, batch, head), x.row, start, ROWS, SIZE, WIDE)
+    else:
+        return load(base_of(x, batch, head), x.row, start, count, ROWS, SIZE, WIDE)
+
+
+@triton.jit
+def _tiles(
+    x, tiles, batch, head, heads, start, count, ROWS: tl.constexpr, SIZE: tl.constexpr,
+    WIDE: tl.constexpr, spec: tl.constexpr, INSIDE: tl.constexpr,
+):  # fmt: skip
+    first = _tile(x, tiles, batch, head, start, count, ROWS, SIZE, WIDE, INSIDE)
+    if spec.precision == "bf16x6":
+        head += heads
+        second = _tile(x, tiles, batch, head, start, count, ROWS, SIZE, WIDE, INSIDE)
+        head += heads
+        third = _tile(x, tiles, batch, head, start, count, ROWS, SIZE, WIDE, INSIDE)
+        return first, second, third
+    else:
+        return (first,)
+
+
+@triton.jit
 def key_tile(
     x, tiles, place, start, sizes, SIZE: tl.constexpr, WIDE: tl.constexpr, spec: tl.constexpr,
     INSIDE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys or values, [block_k, WIDE]; descriptors put zeros outside by themselves."""
-    if spec.descriptors:
-        return tiles.load([place[0], place[2], start, 0]).reshape(spec.block_k, WIDE)
-    elif INSIDE:
-        return load_inside(base_of(x, place[0], place[2]), x.row, start, spec.block_k, SIZE, WIDE)
-    else:
-        base = base_of(x, place[0], place[2])
-        return load(base, x.row, start, sizes.keys, spec.block_k, SIZE, WIDE)
+    """A tile of keys or values, [block_k, WIDE], in its parts; INSIDE: all its rows exist."""
+    return _tiles(
+        x, tiles, place[0], place[2], sizes.key_heads, start, sizes.keys, spec.block_k, SIZE, WIDE,
+        spec, INSIDE,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -99,11 +125,10 @@ def query_tile(
     x, tiles, place, start, sizes, SIZE: tl.constexpr, WIDE: tl.constexpr, spec: tl.constexpr
 ):
     """The same of queries, [block_q, WIDE]."""
-    if spec.descriptors:
-        return tiles.load([place[0], place[1], start, 0]).reshape(spec.block_q, WIDE)
-    else:
-        base = query_base(x, place)
-        return load(base, x.row, start, sizes.queries, spec.block_q, SIZE, WIDE)
+    return _tiles(
+        x, tiles, place[0], place[1], sizes.heads, start, sizes.queries, spec.block_q, SIZE, WIDE,
+        spec, False,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -116,20 +141,6 @@ def bounds_of(intervals, batch, i, sizes, spec: tl.constexpr):
     if spec.intervals == 1:
         return start, end, start, end
     return start, end, tl.load(at + 2, mask=inside, other=0), tl.load(at + 3, mask=inside, other=0)
-
-
-@triton.jit
-def run_of(tiles, batch, block, index, spec: tl.constexpr):
-    """(first, first_full, end_full, end) of a query block's run number ``index``."""
-    at = tiles.data + batch.to(tl.int64) * tiles.batch + (block * spec.intervals + index) * 4
-    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
-
-
-@triton.jit
-def partial_tile(index, run):
-    """Tile number ``index`` of those on either side of the run's full ones."""
-    before = run[1] - run[0]
-    return tl.where(index < before, run[0], run[2] - before) + index
 
 
 @triton.jit
