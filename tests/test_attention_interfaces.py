@@ -428,6 +428,29 @@ def test_masks_of_the_models_own_in_eager_attention(rank):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("narrow", ["heads", "values", "nothing"])
+def test_lowest_numbers_throughout_a_row_of_torchs_attention(narrow):
+    """Where torch computes by its definition, so must the backward; fused ones lose the row's sum.
+
+    The sum of equal weights vanishes in a log-sum-exp of the lowest number.
+    """
+    q, k, v = (x.detach() for x in heads())
+    k, v = (x[:, :1] if narrow == "heads" else x.repeat_interleave(2, 1) for x in (k, v))
+    v = v[..., :5] if narrow == "values" else v
+    variables = [x.clone().requires_grad_() for x in (q, k, v)]
+    mask = torch.zeros(2, 1, 6, 6, dtype=torch.float64)
+    mask[1, :, :2] = 0.0 if narrow == "nothing" else torch.finfo(torch.float64).min
+    sites = AttentionSites()
+    got, want = (attend(*variables, mask) for attend in (sites.from_sdpa, TORCH_SDPA))
+    for a, b in zip(
+        torch.autograd.grad(got.square().sum(), variables),
+        torch.autograd.grad(want.square().sum(), variables),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+    assert ("plain operators" in sites.lines[0]) == (narrow != "nothing")
+
+
 def test_dropout_becomes_plain_operators():
     sites = AttentionSites()
     q, k, v = heads()

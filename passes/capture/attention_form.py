@@ -64,5 +64,5 @@ class Form:
         if self.dropout:
             return "dropout"
         if self.blind:
-            return "eager attention, and queries that see no key"
+            return "numbers as a mask, and queries that see no key"
         return "learned bias" if self.bias is not None and self.bias.requires_grad else ""

@@ -8,7 +8,7 @@ operator has no gradient for it).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -255,10 +255,14 @@ class AttentionSites:
             )  # fmt: skip
         while attn_mask is not None and attn_mask.dim() < 4:
             attn_mask = attn_mask.unsqueeze(0)
+        by_definition = value.shape[-1] != query.shape[-1]  # torch fuses neither of the two
+        by_definition |= key.shape[1] != query.shape[1] and not enable_gqa
         if query.shape[1] < key.shape[1]:
             query = query.expand(-1, key.shape[1], -1, -1)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         form = Form.of(attn_mask, is_causal, scale, dropout=dropout_p)
+        if by_definition and form.bias is not None and self._blind(form.bias):
+            form = replace(form, blind=True)
         return self.attention("scaled_dot_product_attention", query, key, value, form)
 
 
