@@ -55,10 +55,27 @@ def _rule(truth: Boolean) -> Rule:
 def _all(parts: Iterable[Rule]) -> Rule:
     flat = [x for part in parts for x in (part.parts if isinstance(part, All) else (part,))]
     kept = [part.column for part in flat if isinstance(part, Kept)]
-    flat = [part for part in flat if not isinstance(part, Kept)]
+    flat = _climbing_once([part for part in flat if not isinstance(part, Kept)])
     flat += [Kept(sympy.And(*kept))] if kept else []
     flat.sort(key=lambda part: _FIRST.index(type(part)))
     return flat[0] if len(flat) == 1 else All(tuple(flat))
+
+
+def _climbing_once(parts: list[Rule]) -> list[Rule]:
+    """Bounds by the same climbing columns together, with what is ordered by one of them."""
+    bodies: dict[Any, list[Rule]] = {}
+    columns = {(each,) for part in parts if isinstance(part, Climbing) for each in part.columns}
+    ordered = {column: (symbol, column) for ((symbol, column),) in columns}
+    rest: list[Rule] = []
+    for part in parts:
+        if isinstance(part, Ordered) and part.column in ordered:
+            above = part.column - part.column.subs(KEY, part.at)
+            part = _climbing((above if part.below else -above) + int(part.strict), [part.column])
+        if isinstance(part, Climbing):
+            bodies.setdefault(part.columns, []).append(part.body)
+        else:
+            rest.append(part)
+    return rest + [Climbing(columns, _all(body)) for columns, body in bodies.items()]
 
 
 def _either(disjuncts: Sequence[Boolean]) -> Rule:

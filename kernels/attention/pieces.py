@@ -125,11 +125,14 @@ class Pieces:
             self._require_ascending(rule, piece)
         # The first key of the run of equal values at a place, or the end of it.
         equal = stretches.first_of(values) == stretches.first_of(values, 1)
-        if rule.below == rule.strict:
-            edge = _lower(places, _taken(torch.where(equal, stretches.starts, self.keys), number))
-        else:
-            after = apply(lambda x: x + 1, places)
-            edge = _higher(after, _taken(torch.where(equal, stretches.ends, 0), number))
+        equal &= stretches.starts + 1 < self.keys
+        edge = places if rule.below == rule.strict else apply(lambda x: x + 1, places)
+        if self.values.sections is None or bool(equal.any()):
+            if rule.below == rule.strict:
+                edges = torch.where(equal, stretches.starts, self.keys)
+                edge = _lower(edge, _taken(edges, number))
+            else:
+                edge = _higher(edge, _taken(torch.where(equal, stretches.ends, 0), number))
         return [(start, _lower(end, edge)) if rule.below else (_higher(start, edge), end)]
 
     def _compared(
@@ -165,9 +168,17 @@ class Pieces:
         ascents = cut_at(descents_of(self.values.column(rule.column)))
         if ascents.starts.shape[1] > 1:
             first, last = _number(ascents, piece[0]), _number(ascents, _before(piece[1]))
-            for other in (last, self._compared(rule, piece, ascents)[1]):
+            for other in (last, *self._compared_ends(rule, piece, ascents)):
                 same = apply(torch.eq, first, other)
                 self._require(f"values of {rule.column} descend", piece, same)
+
+    def _compared_ends(self, rule: rules.Ordered, piece: Piece, runs: Runs) -> Sequence[Value]:
+        """Runs of the keys compared with that are equal only if all between them are, too."""
+        sections, by = self.values.sections, rule.at - QUERY
+        if sections is None or not by.is_Integer or not 0 <= by <= self.keys - self.queries:
+            return [self._compared(rule, piece, runs)[1]]
+        ends = sections.starts.clamp_max(self.queries - 1), (sections.ends - 1).clamp_min(0)
+        return [runs.search(places + int(by)) for places in ends]
 
     # ------------------------------------------------------------ other columns
 

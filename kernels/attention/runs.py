@@ -44,13 +44,15 @@ def query_runs(intervals: Tensor, block_q: int, block_k: int) -> Tensor:
         again = intervals[:, -1:].expand(-1, lacking, -1, -1)
         intervals = torch.cat([intervals, again], dim=1)
     blocks = intervals.reshape(intervals.shape[0], -1, block_q, *intervals.shape[2:])
-    starts, ends = blocks.movedim(2, -1).contiguous().unbind(-2)  # rows last: reduced faster
+    rows = blocks.movedim(2, -1).clone(memory_format=torch.contiguous_format)  # reduced faster
+    starts, ends = rows.unbind(-2)
+    latest, earliest = starts.amax(-1), ends.amin(-1)
     blind = starts >= ends
+    end = _up(ends.masked_fill_(blind, 0).amax(-1), block_k)
     highest = torch.iinfo(torch.int32).max - block_k
-    end = _up(ends.masked_fill(blind, 0).amax(-1), block_k)
-    first = (starts.masked_fill(blind, highest).amin(-1) // block_k).minimum(end)
-    first_full = _up(starts.amax(-1), block_k).maximum(first).minimum(end)
-    end_full = (ends.amin(-1) // block_k).maximum(first_full).minimum(end)
+    first = (starts.masked_fill_(blind, highest).amin(-1) // block_k).minimum(end)
+    first_full = _up(latest, block_k).maximum(first).minimum(end)
+    end_full = (earliest // block_k).maximum(first_full).minimum(end)
     runs = torch.stack([first, first_full, end_full, end], -1)
     return runs if runs.shape[2] == 1 else _apart(runs)
 

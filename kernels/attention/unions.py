@@ -7,17 +7,20 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from mllm_compile.kernels.attention.per_query import Value, apply
+from mllm_compile.kernels.attention.per_query import PerQuery, Value, apply
 
+Piece = tuple[Value, Value]
 Edges = tuple[Tensor, Tensor]
 
 
-def fit(pieces: Sequence[tuple[Value, Value]], count: int, keys: int) -> Value:
+def fit(pieces: Sequence[Piece], count: int, keys: int) -> Value:
     """Whether the union of more than ``count`` pieces is no more than ``count`` runs of keys."""
     if len(pieces) > count + 1:
         flat = [edge for piece in pieces for edge in _emptied(piece, keys)]
         return apply(lambda *edges: _components(edges) <= count, *flat)
     # One too many: some piece has no keys, or two of them touch.
+    if count == 1:
+        return _touch(*sorted(pieces, key=lambda piece: isinstance(piece[1], PerQuery)), keys=keys)
     holds = [apply(torch.ge, *piece) for piece in pieces]
     for (start, end), (other, stop) in combinations(pieces, 2):
         first, last = apply(torch.maximum, start, other), apply(torch.minimum, end, stop)
@@ -25,7 +28,23 @@ def fit(pieces: Sequence[tuple[Value, Value]], count: int, keys: int) -> Value:
     return reduce(partial(apply, torch.logical_or), holds)
 
 
-def joined(pieces: Sequence[tuple[Value, Value]], count: int, keys: int) -> list[Value]:
+def _touch(piece: Piece, other: Piece, *, keys: int) -> Value:
+    """Whether two pieces are one run of keys, or one of them is empty.
+
+    That is where the second ends behind ``needed``, on which less work is left for every query.
+    """
+    highest = apply(torch.maximum, piece[0], other[0])
+    needed = apply(
+        lambda start, end, highest: torch.where(
+            start >= end, 0, torch.where(highest <= end, highest, keys + 1)
+        ),
+        *piece,
+        highest,
+    )
+    return apply(lambda needed, start, end: (needed <= end) | (start >= end), needed, *other)
+
+
+def joined(pieces: Sequence[Piece], count: int, keys: int) -> list[Value]:
     """``count`` starts and ends by turns: the union of pieces, where it has no more components."""
     if len(pieces) == 1:
         start, end = pieces[0]
@@ -44,7 +63,7 @@ def joined(pieces: Sequence[tuple[Value, Value]], count: int, keys: int) -> list
     return [apply(partial(torch.select, dim=0, index=at), whole) for at in range(4)]
 
 
-def _emptied(piece: tuple[Value, Value], keys: int) -> tuple[Value, Value]:
+def _emptied(piece: Piece, keys: int) -> Piece:
     """Pieces without keys become [keys, 0), which changes no extreme."""
     seen = apply(torch.lt, *piece)
     return (
