@@ -277,6 +277,14 @@ def packed(function):
     )
 
 
+def third(places):
+    return torch.div(places, 3, rounding_mode="trunc")
+
+
+def within_chunks(difference):
+    return (difference >= 0) & (difference <= 1)
+
+
 BLOCKS = hf.blockwise_overlay(GROUPS)
 HUGGING_FACE = {
     "causal": hf.causal_mask_function,
@@ -297,6 +305,14 @@ HUGGING_FACE = {
         hf.packed_sequence_mask_function(IDS),
     ),
     "everything": lambda *args: torch.tensor(True),
+    "chunks of streamed audio": lambda b, h, q, k: within_chunks(third(q) - third(k)),
+    "windows to both sides": lambda b, h, q, k: (
+        ((q - k >= 0) & (q - k < 3)) | ((q - k < 0) & (k - q < 2))
+    ),
+    "before an endless prefill": hf.or_masks(
+        hf.sliding_window_causal_mask_function(3),
+        hf.and_masks(hf.causal_mask_function, lambda b, h, q, k: k < float("inf")),
+    ),
 }
 
 
