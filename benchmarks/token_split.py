@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from benchmarks.masks import draw
+from benchmarks.masks import NAMES, draw
 from benchmarks.masks import masks as masks_of
 from benchmarks.splitters import SPLITTERS, Masks
 from mllm_compile.compiler.split import Split
@@ -33,7 +33,6 @@ CASES = [
     for ranks in (2, 4, 8, 16, 32, 64)
     if tokens * K // ranks >= K
 ]
-NAMES = ("causal", "mm", "video", "packed", "packed_mm", "ee", "gemma")
 
 
 def drawn(name: str, tokens: int, seed: int) -> tuple[Masks, list[int]]:

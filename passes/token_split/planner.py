@@ -19,6 +19,7 @@ from mllm_compile.compiler.split import Split
 from mllm_compile.passes.token_split.balance import balance
 from mllm_compile.passes.token_split.deal import Deal
 from mllm_compile.passes.token_split.levels import HEAVY, finer, levels_of
+from mllm_compile.passes.token_split.measure import Ints
 from mllm_compile.passes.token_split.swaps import SLACK, anneal
 from mllm_compile.passes.token_split.units import Cut, Floats, units_of
 
@@ -61,14 +62,19 @@ def _planned(masks: Sequence[NDArray[np.int32]], weights: Floats, ranks: int) ->
         owners = deal.owner[best[: levels[0].deals(ranks) if levels else 1]]
     deal = Deal(units, owners)
     balance(deal, weights, rng, LIMIT, EXCHANGES)
-    best_owner = deal.owner[0]
-    if level.units % 2:
-        return cut.split(best_owner)
-    # What zigzag cannot be improved upon stays zigzag: one causal document, more or less.
-    chunk = np.arange(units.count) // (level.units // 2)
-    both = np.stack([np.minimum(chunk, 2 * ranks - 1 - chunk), best_owner])
-    best_owner = both[Deal(units, both).scores(weights, SLACK).argmin()]
-    return cut.split(best_owner)
+    # What cannot be improved upon stays simple: one causal document is dealt in zigzag.
+    simple = _simple(level.units, ranks)
+    every = np.concatenate([simple, deal.owner])
+    return cut.split(every[Deal(units, every).scores(weights, SLACK).argmin()])
+
+
+def _simple(each: int, ranks: int) -> Ints:
+    """The rank of every unit if ranks have ``each`` in a row, or two halves, one of them early."""
+    unit = np.arange(each * ranks)
+    if each % 2:
+        return unit[None] // each
+    half = unit // (each // 2)
+    return np.stack([half // 2, np.minimum(half, 2 * ranks - 1 - half)])
 
 
 def _causal(mask: NDArray[np.int32]) -> bool:
