@@ -56,7 +56,7 @@ class Plan:
     values cross. ``home`` maps every parameter of the model, used or not, to the one stage that
     accounts for it. ``shardings`` has one entry for every module of the request; ``given_layouts``
     are those that other programs' plans have decided for parameters, which keep them.
-    ``intervals``: the keys that queries see in the batch at hand, by the name of the node that
+    ``intervals``: the keys that queries see in the batches at hand, by the name of the node that
     computes them; where no batch is at hand, nothing is known.
     ``split_notes``: what people should know about a module's token split.
     """

@@ -101,11 +101,10 @@ def _plans(
     model, workload = _load(request, meta=options.meta)
     cache = _programs(request, model)
     batches = (b for mb in microbatches(request, workload, 0) for b in whole(mb))
-    prepared: dict[int, Prepared] = {}
-    for item in map(cache.get, batches):
-        prepared.setdefault(id(item.program), item)
-    program = richest(item.program for item in prepared.values())
-    intervals = shown_intervals(request, model, prepared[id(program)])
+    prepared = [cache.get(batch) for batch in batches]
+    program = richest(item.program for item in prepared)
+    same = [item for item in prepared if item.program is program]
+    intervals = shown_intervals(request, model, same)
     made: list[tuple[str, Document]] = []
     numbers = count()
 

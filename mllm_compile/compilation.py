@@ -80,7 +80,7 @@ class Compiler:
         self.model = model
         lift = torch.float64 if request.dtype == "float64" else None
         self.programs = Programs(model, lift=lift)
-        self._first: dict[int, Prepared] = {}
+        self._unplanned: dict[int, list[Prepared]] = {}
         self._plans: dict[int, Plan] = {}
         self._lowered: dict[tuple[int, int, Places], StageProgram] = {}
         self._links: dict[tuple[int, ...], Links] = {}
@@ -106,7 +106,8 @@ class Compiler:
         ]
         every = [item for mb in prepared for lanes in mb.values() for item in lanes]
         for item in every:
-            self._first.setdefault(id(item.program), item)
+            if id(item.program) not in self._plans:
+                self._unplanned.setdefault(id(item.program), []).append(item)
         self._check_divisible(every, len(batches))
         if pair is not None:
             both = capture(self.model, pair, **self.programs.options)
@@ -143,7 +144,8 @@ class Compiler:
         if key not in self._plans:
             placement = self.plans[-1].placement if self._plans else None
             layouts = {k: v for plan in self.plans for k, v in plan.parameter_layouts.items()}
-            intervals = shown_intervals(self.request, self.model, self._first.get(key))
+            batches = self._unplanned.pop(key, [])
+            intervals = shown_intervals(self.request, self.model, batches)
             self._plans[key] = make_plan(self.request, program, placement, layouts, intervals)
         return self._plans[key]
 
@@ -238,13 +240,13 @@ def richest(programs: Iterable[Captured]) -> Captured:
 
 
 def shown_intervals(
-    request: Request, model: nn.Module, batch: Prepared | None
+    request: Request, model: nn.Module, batches: Sequence[Prepared]
 ) -> dict[str, torch.Tensor]:
-    """What masks allow in a batch, if ranks divide its tokens."""
-    if batch is None or all(spec.parallel.context == 1 for spec in request.modules):
+    """What masks allow in batches of one program, if ranks divide their tokens."""
+    if all(spec.parallel.context == 1 for spec in request.modules):
         return {}
     buffers = {("buffer", name): buffer for name, buffer in model.named_buffers()}
-    return key_intervals(batch.program, {**buffers, **batch.values})
+    return key_intervals([(each.program, {**buffers, **each.values}) for each in batches])
 
 
 def _size(program: Captured) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """Decide which tokens of the sequence each context rank of a module holds, where that is "planned".
 
-The masks of the module's attentions in the batch at hand decide (passes/token_split). Other batches
-of the same program stay exact under the same split; only the balance is another. The split stands
-in the request of the plan in place of "planned", written out.
+The masks of the module's attentions in a program's first step decide, those of all microbatches at
+once (passes/token_split). Later steps stay exact under the same split; only their balance is
+another. The split stands in the request of the plan in place of "planned", written out.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from mllm_compile.passes.token_split.measure import received, tiles
 from mllm_compile.passes.token_split.planner import plan_split
 
 Masks = list[tuple[int, NDArray[np.int32]]]
-"""(number of attentions, intervals [S, n, 2]) of every different mask and sample."""
+"""(number of attentions, intervals [S, n, 2]) of every different mask."""
 
 
 def attention(plan: Plan) -> Plan:
@@ -61,7 +61,7 @@ def _masks(plan: Plan, own: list[fx.Node], length: int) -> tuple[Masks, str]:
     A dense mask is none here: kernels skip tiles by intervals alone, and ranks gather all keys.
     """
     counts = Counter((node.args[3], node.args[6]) for node in own)
-    found: Masks = []
+    found: dict[bytes, tuple[int, NDArray[np.int32]]] = {}
     for (intervals, causal), count in counts.items():
         known = None
         if isinstance(intervals, fx.Node):
@@ -69,8 +69,10 @@ def _masks(plan: Plan, own: list[fx.Node], length: int) -> tuple[Masks, str]:
                 return [], f"no batch at hand shows the masks of {count} attentions"
             known = plan.intervals[intervals.name].cpu()
         seen = visible(known, length, length, bool(causal), torch.device("cpu"))
-        found += [(count, sample) for sample in seen.numpy()]
-    return found, ""
+        for sample in seen.numpy():
+            others, _ = found.get(sample.tobytes(), (0, sample))
+            found[sample.tobytes()] = others + count, sample
+    return list(found.values()), ""
 
 
 def _quality(masks: Masks, split: Split) -> str:

@@ -38,7 +38,7 @@ def make_plan(
 
     ``placement`` and ``layouts`` are those of other programs' plans for the same model and request:
     the sites that they name stay in their stages, the parameters as they are divided.
-    ``intervals``: what the masks of the batch at hand allow (passes/token_split/mask_values.py).
+    ``intervals``: what the masks of the batches at hand allow (passes/token_split/mask_values.py).
 
     Raises:
         RequestError: the request cannot be honoured.

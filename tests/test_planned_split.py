@@ -38,6 +38,17 @@ def test_the_plan_names_the_tokens_of_every_rank(plan):
     assert from_json(to_json(plan), plan.captured) == plan
 
 
+def test_all_microbatches_of_the_first_step_count():
+    """Each of them, but what is alike once."""
+    asked = request(2, "planned")
+    model = ready_model(asked, deepcopy(decoder("full")))
+    samples = [documents(500, 12), documents(12, 500), documents(500, 12)]
+    step = Compiler(asked, model).step([{1: (packed([sample]),)} for sample in samples])
+    (made,) = step.plans
+    (note,) = (n for n in made.shardings[0].notes if n.startswith("context: 512 tokens"))
+    assert "by 2 masks: tiles at most 1.000 of the mean" in note
+
+
 def test_without_a_batch_it_is_zigzag_and_said(plan):
     made = make_plan(request(2, "planned"), plan.captured)
     assert made.request.modules[0].context_split == "zigzag"

@@ -1,6 +1,6 @@
 """What attention fetches where ranks fetch the keys that they need: told by masks, where known.
 
-A causal mask needs no batch to be known; of others the batch at hand shows what they allow.
+A causal mask needs no batch to be known; of others the batches at hand show what they allow.
 """
 
 from collections.abc import Hashable, Iterable, Mapping
@@ -23,7 +23,7 @@ def needed_shares(
 ) -> dict[str, float]:
     """By attention: of the keys that other ranks hold, the part that the busiest rank fetches.
 
-    ``intervals`` of the batch at hand by the name of the node that holds them.
+    ``intervals`` of the batches at hand by the name of the node that holds them.
     """
     known: dict[Hashable, float] = {}
     found = {}

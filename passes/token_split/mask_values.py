@@ -1,10 +1,10 @@
-"""What the masks of a captured program allow in the batch at hand.
+"""What the masks of a captured program allow in the batches at hand.
 
 Intervals of keys follow from batch entries, buffers and constants alone: the part of the graph that
 computes them is run, and nothing else of the model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ from mllm_compile.compiler.captured import Captured
 from mllm_compile.compiler.graph import ancestors
 from mllm_compile.passes.sharding.exchange import ATTENTION
 
+SAMPLES = 16
+"""As many masks of one kind as a split is planned by."""
+
 
 def sites(captured: Captured) -> list[fx.Node]:
     """Every attention of the program."""
@@ -21,13 +24,19 @@ def sites(captured: Captured) -> list[fx.Node]:
 
 
 def key_intervals(
-    captured: Captured, values: Mapping[tuple[str, str], Tensor]
+    batches: Sequence[tuple[Captured, Mapping[tuple[str, str], Tensor]]],
 ) -> dict[str, Tensor]:
-    """Intervals [B|1, Q, n, 2] by node, of all nodes that attention takes them from.
+    """Intervals [samples, Q, n, 2] by node, of all nodes that attention takes them from.
 
-    ``values`` of inputs by (kind, name). What depends on others, or on values without data, is
-    left out.
+    ``batches``: one program, and values of its inputs by (kind, name). What depends on others, or
+    on values without data, is left out, as are samples after the first ``SAMPLES``.
     """
+    each = [_intervals(captured, values) for captured, values in batches[:SAMPLES]]
+    names = set.intersection(*map(set, each)) if each else set()
+    return {name: torch.cat([made[name] for made in each])[:SAMPLES] for name in sorted(names)}
+
+
+def _intervals(captured: Captured, values: Mapping[tuple[str, str], Tensor]) -> dict[str, Tensor]:
     graph = captured.main.graph
     known: dict[fx.Node, Tensor] = {}
     for node, item in zip(graph.find_nodes(op="placeholder"), captured.inputs, strict=True):
