@@ -53,14 +53,16 @@ def received(intervals: NDArray[np.int32], split: Split) -> Ints:
     return foreign
 
 
-def covered(groups: Ints, starts: Ints, ends: Ints, count: int) -> Ints:
+def covered(
+    groups: Ints, starts: NDArray[np.integer], ends: NDArray[np.integer], count: int
+) -> Ints:
     """The length of the union of the half-open intervals of each of ``count`` groups."""
     known = starts < ends
     known[1:] &= (np.diff(groups) != 0) | (np.diff(starts) != 0) | (np.diff(ends) != 0)
     groups, starts, ends = groups[known], starts[known], ends[known]
     if not len(groups):
         return np.zeros(count, np.int64)
-    span = ends.max() + 1
+    span = int(ends.max()) + 1
     order = np.argsort(groups * span + starts, kind="stable")
     first = (groups * span + starts)[order]
     last = np.maximum.accumulate((groups * span + ends)[order])

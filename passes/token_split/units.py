@@ -103,14 +103,14 @@ def units_of(masks: Sequence[NDArray[np.int32]], cut: Cut) -> Units:
 def _ranges(rows: NDArray[np.int32], cut: Cut) -> tuple[Ints, Ints]:
     """First and end [n, N + ranks] of the units that rows of each see, slots disjoint."""
     head, bounds = cut.size * cut.count, cut.bounds[:-1]
-    starts, ends = np.clip(rows.T.astype(np.int64) - cut.start, 0, head)
+    starts, ends = np.clip(rows.T - np.int32(cut.start), 0, head)
     seen = starts < ends
     none = ((0, 0), (0, 1))  # a row behind the last: pieces of the rest may be empty
     starts = np.pad(np.where(seen, starts, head), none, constant_values=head)
     ends = np.pad(np.where(seen, ends, 0), none)
     starts = np.minimum.reduceat(starts, bounds, axis=1)
     ends = np.maximum.reduceat(ends, bounds, axis=1)
-    first = starts // cut.size
+    first = (starts // cut.size).astype(np.int64)
     last = np.where(starts < ends, -(-ends // cut.size), first)
     for slot in range(1, len(first)):
         # Rows of one unit may see its neighbours in different slots: one range then covers both.
@@ -128,8 +128,8 @@ def work_of(rows: NDArray[np.int32], cut: Cut) -> Ints:
     before = np.concatenate([[0], np.cumsum(-(-sizes // tile))])
     inside = np.arange(len(rows)) - np.repeat(bounds[:-1], sizes)
     groups = np.repeat(before[:-1], sizes) + inside // tile
-    starts = rows[..., 0].astype(np.int64) // tile
-    ends = np.where(rows[..., 0] < rows[..., 1], -(-rows[..., 1].astype(np.int64) // tile), starts)
+    starts = rows[..., 0] // np.int32(tile)
+    ends = np.where(rows[..., 0] < rows[..., 1], -(-rows[..., 1] // np.int32(tile)), starts)
     tiles = covered(np.repeat(groups, rows.shape[1]), starts.ravel(), ends.ravel(), int(before[-1]))
     work: Ints = np.diff(np.concatenate([[0], np.cumsum(tiles)])[before])
     return work
