@@ -241,6 +241,12 @@ def test_ranks_that_need_nothing_are_balanced() -> None:
     assert work.max() * 2 / tiles(mask).sum() <= 1.02
 
 
+def test_where_nothing_is_better_the_best_is_found() -> None:
+    """The least that an integer program over the costs of tiles allows: benchmarks/README.md."""
+    masks, starts = token_split.drawn("video", 8192, 0)
+    assert tiles(masks[0][1], planned(masks, starts, 8)).max() == 316
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "most"), [("packed_mm", 0.25), ("gemma", 0.22), ("ee", 0.2)])
 def test_the_published_masks_are_balanced_with_little_traffic(name: str, most: float) -> None:
