@@ -24,14 +24,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.masks import draw, masks
 from mllm_compile.kernels.attention import op, reference
 
-SIZE, EXACT_TOKENS = 128, 2048
+DEVICE, SIZE, EXACT_TOKENS = "cuda", 128, 2048
 SCALE = SIZE**-0.5
 
 
 def inputs(tokens, heads, key_heads):
-    g = torch.Generator("cuda").manual_seed(0)
+    g = torch.Generator(DEVICE).manual_seed(0)
     shapes = [(1, tokens, count, SIZE) for count in (heads, key_heads, key_heads, heads)]
-    drawn = (torch.randn(s, generator=g, device="cuda", dtype=torch.bfloat16) for s in shapes)
+    drawn = (torch.randn(s, generator=g, device=DEVICE, dtype=torch.bfloat16) for s in shapes)
     q, k, v, grad = (x.transpose(1, 2) for x in drawn)
     return [x.detach().requires_grad_() for x in (q, k, v)], grad
 
@@ -52,7 +52,7 @@ def flex(rows, causal):
     def seen(b, h, q, k):
         return (k >= start[q]) & (k < end[q])
 
-    blocks = create_block_mask(seen, None, None, tokens, tokens, device="cuda", _compile=True)
+    blocks = create_block_mask(seen, None, None, tokens, tokens, device=DEVICE, _compile=True)
     call = torch.compile(flex_attention, dynamic=False)
     return lambda q, k, v: call(q, k, v, block_mask=blocks, scale=SCALE, enable_gqa=True)
 
@@ -73,7 +73,7 @@ WAYS = {"ours": ours, "FlexAttention": flex, "SDPA": sdpa}
 
 def rows_of(name, tokens):
     (_, rows), *_ = masks(name, draw(name, tokens, 0))
-    return torch.tensor(rows, device="cuda")
+    return torch.tensor(rows, device=DEVICE)
 
 
 def speed(make, name, tokens, heads, key_heads):

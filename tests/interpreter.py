@@ -8,16 +8,19 @@ language for every call of a device function (it costs as much as the kernel; he
 
 from inspect import ismodule
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from mllm_compile.kernels.attention import reference
+from benchmarks import attention_gpu
+from mllm_compile.kernels.attention import kernel, reference
 from mllm_compile.kernels.attention.gpu import entry
 from mllm_compile.kernels.attention.gpu.forward import forward_kernel
 from mllm_compile.kernels.attention.gpu.table import Config
+from mllm_compile.kernels.attention.site import Site
 from tests.interval_masks import dense, draw
 
 torch.set_num_threads(1)
@@ -229,3 +232,15 @@ def rounded_once(length, split, dtype):
     total = (grads[0][0] + grads[1][0], *(torch.cat(x, 2) for x in [*zip(*grads, strict=True)][1:]))
     for got, one, want_one in zip(total, single_grads, want_grads, strict=True):
         assert error(got.to(q.dtype), want_one) <= 1.01 * error(one, want_one)
+
+
+def benchmarked(mask):
+    """The benchmark's own check of the kernels against float64, by the operator."""
+
+    def triton(target, names, q, k, v, intervals, mask, bias, scale, softcap):
+        return kernel.Kernel(kernel.TRITON, target, Site.of(q, v, intervals, mask, bias, softcap))
+
+    tiny = {"DEVICE": "cpu", "SIZE": 32, "EXACT_TOKENS": 150}
+    with patch.multiple(attention_gpu, **tiny), patch.object(kernel, "chosen", triton):
+        found = attention_gpu.errors(attention_gpu.ours, mask, 4, 2)
+    assert all(0 < float(error) < 2e-2 for error in found), found

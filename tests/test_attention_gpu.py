@@ -98,6 +98,11 @@ def test_strided_inputs(interpreted):
     interpreted("agree", kind="packed", queries=40, keys=40, strided=True)
 
 
+@pytest.mark.parametrize("mask", ["causal", "packed_mm"])
+def test_the_benchmark_finds_the_errors_of_the_kernels(interpreted, mask):
+    interpreted("benchmarked", mask=mask)
+
+
 @pytest.mark.parametrize("kind", ["multimodal", "alone"])
 def test_context_parallel_ranks_are_one_rank(interpreted, kind):
     interpreted("context_parallel", kind=kind, length=160, ranks=2, unit=40)

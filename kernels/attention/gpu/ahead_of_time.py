@@ -109,7 +109,7 @@ def compile_variant(variant: Variant) -> Compiled:
             attributes[path] = [["tt.divisibility", 16]]
     signature = {name: _declared(kind) for name, kind in types.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
+    options = table.options(config, variant.target)
     nvidia = variant.target.startswith("sm")
     number = int(variant.target[2:]) if nvidia else variant.target
     target = GPUTarget("cuda" if nvidia else "hip", number, 32 if nvidia else 64)

@@ -44,7 +44,7 @@ def delta(
         result,
         call.sizes,
         table.spec_of(table.DELTA, call.target, call.site),
-        num_warps=table.DELTA.warps,
+        **table.options(table.DELTA, call.target),
     )
     return result
 
@@ -100,9 +100,7 @@ class Launch:
             yield self.kernel[(programs,)](
                 *arguments,
                 spec,
-                num_warps=config.warps,
-                num_stages=config.stages,
-                enable_fp_fusion=True,
+                **table.options(config, call.target),
             )
 
     def _descriptor(self, x: Tensor, config: Config) -> TensorDescriptor | None:

@@ -165,6 +165,10 @@ CONFIGS: dict[tuple[str, int, int], dict[str, tuple[Config, ...]]] = {
 }
 # What differs where there is a dense mask, a bias or a cap
 DENSE: dict[tuple[str, int, int], dict[str, tuple[Config, ...]]] = {
+    ("sm80", 16, 128): {
+        "forward": (Config(64, 64, 8, 2),),
+        "dq": (Config(64, 64, 8, 2),),
+    },
     ("gfx942", 16, 128): {
         "forward": (Config(64, 32, 4, 1),),
     },
@@ -187,7 +191,7 @@ DENSE: dict[tuple[str, int, int], dict[str, tuple[Config, ...]]] = {
         "dkv": (Config(16, 64, 4, 2, True),),
     },
     ("sm100", 16, 64): {
-        "dkv": (Config(32, 64, 4, 2, True),),
+        "dkv": (Config(32, 64, 8, 2, True),),
     },
     ("sm100", 16, 128): {
         "dkv": (Config(32, 64, 8, 2, True),),
@@ -237,6 +241,16 @@ def spec_of(config: Config, target: str, site: Site) -> Spec:
         config.descriptors,
         precision(target, site.dtype),
     )
+
+
+def options(config: Config, target: str) -> dict[str, int | bool]:
+    """How a kernel is compiled.
+
+    For sm100 ptxas spills a few registers to fit more warps, unless it is given all that there are.
+    """
+    limit = {"maxnreg": 255} if target == "sm100" else {}
+    cut = {"num_warps": config.warps, "num_stages": config.stages}
+    return {**cut, "enable_fp_fusion": True, **limit}
 
 
 def specs_of(config: Config, target: str, site: Site) -> tuple[Spec, ...]:
