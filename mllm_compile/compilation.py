@@ -30,7 +30,7 @@ from mllm_compile.denominators import check_alike, totals_are_fed, with_global_d
 from mllm_compile.model import Microbatch
 from mllm_compile.passes.capture.capture import capture
 from mllm_compile.passes.capture.programs import Programs
-from mllm_compile.passes.lower.lower import differing, lower
+from mllm_compile.passes.lower.lower import HOST, differing, lower
 from mllm_compile.passes.lower.transfer_law import Links
 from mllm_compile.passes.pipeline import make_plan
 from mllm_compile.passes.schedule import make_schedule, variant_of
@@ -72,12 +72,14 @@ class Compiler:
     Args:
         request: the user's request.
         model: as :func:`mllm_compile.model.ready_model` returns it.
+        device: where the ranks of this process compute.
 
     """
 
-    def __init__(self, request: Request, model: nn.Module) -> None:
+    def __init__(self, request: Request, model: nn.Module, device: torch.device = HOST) -> None:
         self.request = request
         self.model = model
+        self.device = device
         lift = torch.float64 if request.dtype == "float64" else None
         self.programs = Programs(model, lift=lift)
         self._unplanned: dict[int, list[Prepared]] = {}
@@ -153,7 +155,7 @@ class Compiler:
         """A stage of a plan for the ranks at ``places``, without its transfers."""
         key = id(plan.captured), stage, places
         if key not in self._lowered:
-            program = lower(plan, plan.stages[stage], dict(places))
+            program = lower(plan, plan.stages[stage], dict(places), self.device)
             self._lowered[key] = _inductor(program) if self.request.compile else program
         return self._lowered[key]
 

@@ -59,7 +59,7 @@ class Rank:
         self._model = dict(compiler.model.named_parameters())
         self._private = private
         buffers = compiler.model.named_buffers()
-        self.state = State({}, {name: b.clone() if private else b for name, b in buffers})
+        self.state = State({}, {name: self._here(buffer) for name, buffer in buffers})
         self.optimizer: torch.optim.Optimizer | None = None
         self._placements: dict[str, Placement] = {}
         self._settled = 0
@@ -152,13 +152,20 @@ class Rank:
         elif trainable:
             self.optimizer.add_param_group({"params": trainable})
 
+    def _here(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` on this rank's device; a copy where ranks share the model's."""
+        return x.to(self.transport.device, copy=self._private)
+
     def _own(self, name: str) -> nn.Parameter:
         """The part that this rank holds of one of the model's parameters."""
         parameter, placement = self._model[name], self._placements[name]
-        if not (self._private or placement.divided):
-            return parameter
+        if not placement.divided:
+            here = self._here(parameter.detach())
+            shared = here.device == parameter.device and not self._private
+            return parameter if shared else nn.Parameter(here, parameter.requires_grad)
         part = placement.part(parameter.detach(), self.rank)
-        return nn.Parameter(part.clone(), parameter.requires_grad)
+        here = part.to(self.transport.device, copy=True)
+        return nn.Parameter(here, parameter.requires_grad)
 
     def _divided(self, before: Mapping[str, Placement]) -> dict[str, nn.Parameter]:
         """Parts of parameters that stood whole on this rank, unread, until a program divides them.

@@ -49,7 +49,7 @@ def train(context: RankContext, training: Training) -> Iterator[Progress]:
     """Run the steps of one rank; every rank must exhaust the iterator."""
     request, device = training.request, device_of(context.local_rank)
     workload = load_workload(request)
-    compiler = Compiler(request, ready_model(request, workload.model))
+    compiler = Compiler(request, ready_model(request, workload.model), device)
     compiled = compiler.step(microbatches(request, workload, 0), pair(request, workload, 0))
     with joined(context, device, compiler, compiled) as rank:
         done = _resume(training, rank)

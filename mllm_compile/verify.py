@@ -18,6 +18,7 @@ from mllm_compile.compiler.errors import RequestError, explain
 from mllm_compile.compiler.regions import Region, size
 from mllm_compile.compiler.request import Request
 from mllm_compile.model import load_workload, microbatches, pair, ready_model
+from mllm_compile.passes.lower.lower import HOST
 from mllm_compile.plain import reference
 from mllm_compile.rank import Rank, joined
 from mllm_compile.runtime.device import device_of
@@ -195,7 +196,7 @@ def rank_main(context: RankContext, request: Request) -> RankResult:
     """One rank's part of a verification, in a process of its own."""
     device = device_of(context.local_rank)
     workload = load_workload(request)
-    compiler, step = _compiled(request, ready_model(request, workload.model), workload)
+    compiler, step = _compiled(request, ready_model(request, workload.model), workload, device)
     with joined(context, device, compiler, step) as rank:
         return _rank_result(rank, step)
 
@@ -209,8 +210,13 @@ def _in_threads(request: Request, model: nn.Module, workload: Workload) -> Seque
     )
 
 
-def _compiled(request: Request, model: nn.Module, workload: Workload) -> tuple[Compiler, Step]:
-    compiler = Compiler(request, model)
+def _compiled(
+    request: Request,
+    model: nn.Module,
+    workload: Workload,
+    device: torch.device = HOST,
+) -> tuple[Compiler, Step]:
+    compiler = Compiler(request, model, device)
     step = compiler.step(microbatches(request, workload, 0), pair(request, workload, 0))
     for plan in step.plans:
         for node in plan.captured.main.graph.nodes:
@@ -228,8 +234,8 @@ def _compiled(request: Request, model: nn.Module, workload: Workload) -> tuple[C
 def _rank_result(rank: Rank, step: Step) -> RankResult:
     result = rank.run(step, measure=True)
     losses = list(result.losses.values())
-    loss = torch.stack(losses).sum() if losses else None
-    gradients = rank.gradients()
+    loss = torch.stack(losses).sum().cpu() if losses else None
+    gradients = {name: gradient.cpu() for name, gradient in rank.gradients().items()}
     norm = float(rank.state.grad_norm(rank.transport))
     return RankResult(loss, gradients, rank.regions, norm, result.measures)
 

@@ -88,11 +88,6 @@ def target_of(device: torch.device) -> str:
     return table.target_of("cuda", 10 * major + minor)
 
 
-def target_at_hand() -> str:
-    """The target that this process computes on."""
-    return target_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-
-
 def agreed(text: str, names: tuple[str, ...], q: Tensor, *call: Any) -> Kernel:
     """The kernel that ``text`` names, or of the call itself if it names none or is empty.
 
