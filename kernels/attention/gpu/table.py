@@ -56,7 +56,7 @@ DELTA = Config(64, 64)
 CONFIGS: dict[tuple[str, int, int], dict[str, tuple[Config, ...]]] = {
     ("sm80", 16, 64): {
         "forward": (Config(128, 64, 8), Config(64, 64)),
-        "dq": (Config(64, 64),),
+        "dq": (Config(64, 64, 8),),
         "dkv": (Config(64, 64, 8),),
     },
     ("sm80", 16, 128): {
@@ -165,6 +165,9 @@ CONFIGS: dict[tuple[str, int, int], dict[str, tuple[Config, ...]]] = {
 }
 # What differs where there is a dense mask, a bias or a cap
 DENSE: dict[tuple[str, int, int], dict[str, tuple[Config, ...]]] = {
+    ("sm80", 16, 64): {
+        "dkv": (Config(32, 32, 8),),
+    },
     ("sm80", 16, 128): {
         "forward": (Config(64, 64, 8, 2),),
         "dq": (Config(64, 64, 8, 2),),
