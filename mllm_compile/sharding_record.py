@@ -69,10 +69,10 @@ def _of_module(plan: Plan, module: int) -> Iterator[CollectiveRecord]:
         for axis, strategy in zip(sharding.axes, own, strict=True):
             if strategy.special == EXCHANGE and len(strategy.inputs) > 1:
                 back = "all-to-all" if name in plan.needs_grad else ""
-                keys = str(strategy.inputs[1])
-                yield CollectiveRecord(
-                    stages[name], axis.name, name, keys, "keys needed", "all-to-all", back
-                )
+                at = stages[name], axis.name, name, str(strategy.inputs[1])
+                yield CollectiveRecord(*at, "keys needed", "all-to-all", back)
+                if back:
+                    yield CollectiveRecord(*at, "keys again", "", back)
 
 
 def sharding_records(plan: Plan) -> Iterator[ShardingRecord]:

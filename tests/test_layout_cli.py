@@ -138,6 +138,8 @@ def test_attention_that_fetches_its_keys_is_shown_and_agrees(capsys, monkeypatch
     rows = [[cell.strip() for cell in line.split("│")] for line in shown.splitlines()]
     fetched = [row for row in rows if len(row) == 9 and row[3] == "keys needed"]
     assert [row[4:8] for row in fetched] == [["context", "1, 3", "all-to-all", "all-to-all"]] * 2
+    again = [row for row in rows if len(row) == 9 and row[3] == "keys again"]
+    assert [row[4:8] for row in again] == [["context", "1, 3", "-", "all-to-all"]] * 2
     report = verify("shared", "module.1.kv_exchange=needed")
     assert report["gradients"]["max_relative_error"] < 1e-9
 
