@@ -198,7 +198,7 @@ def compiled(monkeypatch):
 
     done = []
     monkeypatch.setattr(driver, "_active", Device())
-    for module, names in ((launch, ("forward",)), (launch.backward, ("delta", "dq", "dkv"))):
+    for module, names in ((launch, ("forward",)), (launch.kernels, ("delta", "dq", "dkv"))):
         for name in names:
             kernel = Compiled(getattr(module, f"{name}_kernel"), done)
             monkeypatch.setattr(module, f"{name}_kernel", kernel)
