@@ -24,8 +24,13 @@ def on_device(segments: Segments, device: torch.device) -> Segments:
 
 
 def _moved(segment: Segment, device: torch.device) -> Segment:
+    named: set[torch.device] = set()
+
     def place(value: Any) -> Any:
-        return device if isinstance(value, torch.device) else value
+        if not isinstance(value, torch.device):
+            return value
+        named.add(value)
+        return device
 
     graph = torch.fx.Graph()
     copied: dict[torch.fx.Node, torch.fx.Node] = {}
@@ -33,4 +38,6 @@ def _moved(segment: Segment, device: torch.device) -> Segment:
         copied[node] = graph.node_copy(node, copied.__getitem__)
         copied[node].args = map_aggregate(copied[node].args, place)
         copied[node].kwargs = map_aggregate(copied[node].kwargs, place)
+    if named <= {device}:  # as on the host: the graph stands there already
+        return segment
     return replace(segment, graph=torch.fx.GraphModule({}, graph))
